@@ -1,0 +1,173 @@
+"""The engine other threads talk to: it owns the loop, and alone steps it.
+
+    engine = Engine(model, EngineConfig(max_running=8))
+    results = engine.generate([Request("a", prompt)])            # the loop runs in the caller
+    engine.start(); engine.submit(request, on_event); ...        # or in a thread of its own
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from dasc_jax.engine.active import Active
+from dasc_jax.engine.config import EngineConfig
+from dasc_jax.engine.loop import Loop
+from dasc_jax.engine.request import OnEvent, Request, RequestResult, TokenEvent
+from dasc_jax.model import Model
+from dasc_jax.types import PAGE
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests on one model; every method may be called from any thread.
+
+    Args:
+        model: weights, config and tokenizer.
+        config: sizes and policies.
+        progress: called with (compiled, total) while the steps compile.
+
+    Raises:
+        ConfigError, ValueError: sizes that do not fit together, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        self.model, self.config = model, config or EngineConfig()
+        self.loop = Loop(model, self.config, progress)
+        self.failure: BaseException | None = None
+        self._inbox: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Queue a request; `on_event` is called from the loop's thread for every token, and must not block.
+
+        Raises:
+            ValueError: a prompt that is empty, past the context or outside the vocabulary, an unknown state policy,
+                or a pool too small for the request.
+            RuntimeError: the engine has stopped.
+        """
+        self._check(request)
+        if self._stopping.is_set() or self.failure:
+            raise RuntimeError("the engine has stopped")
+        active = Active(request, on_event, time.perf_counter(), list(request.prompt))
+        self._inbox.put(lambda: self.loop.receive(active))
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; one that has ended already is left alone."""
+        self._inbox.put(lambda: self.loop.abort(request_id))
+
+    def flush_cache(self) -> bool:
+        """Forget all cached prefixes; False, with nothing done, while requests run or wait."""
+        return self._ask(self.loop.flush)
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges: requests, tokens, pool accounting, compilations after warm-up."""
+        return self._ask(self.loop.stats)
+
+    def start(self) -> "Engine":
+        """Run the loop in a thread of its own."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dasc-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Abort everything and end the thread; the engine takes no request afterwards."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._inbox.put(lambda: None)
+            self._thread.join()
+            self._thread = None
+        self._drain()
+        self.loop.abort_all("abort")
+
+    @property
+    def alive(self) -> bool:
+        """The loop's thread runs and has not failed."""
+        return self._thread is not None and self._thread.is_alive() and self.failure is None
+
+    def generate(self, requests: Sequence[Request]) -> list[RequestResult]:
+        """Run requests to their end and return their results in order.
+
+        Raises:
+            ValueError: as `submit`; nothing is run then. RuntimeError: the loop failed.
+        """
+        for request in requests:
+            self._check(request)
+        results: dict[str, RequestResult] = {}
+        arrived = threading.Event()
+
+        def collect(event: TokenEvent) -> None:
+            if event.result is not None:
+                results[event.id] = event.result
+                arrived.set()
+
+        for request in requests:
+            self.submit(request, collect)
+        while len(results) < len(requests):
+            if self._thread is None:
+                self._drain()
+                self.loop.step()
+            else:
+                arrived.wait(1.0)
+                arrived.clear()
+            if self.failure:
+                raise RuntimeError("the engine has failed") from self.failure
+        return [results[request.id] for request in requests]
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._drain()
+                if not self.loop.step():
+                    self._inbox.get()()
+        except Exception as error:
+            log.exception("the engine's loop failed")
+            self.failure = error
+            self._drain()
+            self.loop.abort_all("error")
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            message()
+
+    def _ask[T](self, question: Callable[[], T]) -> T:
+        """Ask the loop between two steps and wait for its answer."""
+        if not self.alive:
+            self._drain()
+            return question()
+        answer: Future[T] = Future()
+        self._inbox.put(lambda: answer.set_result(question()))
+        return answer.result()
+
+    def _check(self, request: Request) -> None:
+        prompt, vocabulary = request.prompt, self.model.config.vocab_size
+        total, limit = len(prompt) + request.sampling.max_tokens, self.config.max_context
+        if not prompt:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            bad = next(t for t in prompt if not 0 <= t < vocabulary)
+            raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary}")
+        if total > limit:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} make {total};"
+                f" the context is {limit}"
+            )
+        need, have = -(-total // PAGE), self.config.num_pages - 1
+        if need > have:
+            raise ValueError(f"the request needs {need} attention pages; the pool has {have}")
+        if request.state_policy not in (None, "dense", "nr", "wr"):
+            raise ValueError(f"state_policy {request.state_policy!r}: expected 'dense', 'nr' or 'wr'")

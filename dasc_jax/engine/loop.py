@@ -1,0 +1,213 @@
+"""The serving loop, single threaded: receive, schedule, forward, publish. It reads top to bottom in `step`."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from dasc_jax.engine.active import Active, lay_out, most_likely
+from dasc_jax.engine.config import EngineConfig
+from dasc_jax.engine.dispatch import Device
+from dasc_jax.engine.request import CacheReport, FinishReason, RequestResult, TokenEvent
+from dasc_jax.engine.residency import Residency
+from dasc_jax.engine.sampling import Sampled
+from dasc_jax.engine.scheduler import next_step, prefill_pieces
+from dasc_jax.horizons import retention_horizons
+from dasc_jax.layout import account
+from dasc_jax.model import Model
+from dasc_jax.plan import SelectionPlan, make_plan
+
+
+def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) -> int:
+    """Usable slots of the checkpoint pool, from a count or a byte budget (DASC Eq. 8).
+
+    Raises:
+        ValueError: a budget too small for one checkpoint besides slot 0, with both sizes.
+    """
+    if config.checkpoint_bytes is None:
+        wanted = config.checkpoint_slots
+        return 4 * config.max_running if wanted is None else wanted
+    quantization = config.dasc.quantization
+    acc = account(model.config, plan, tp=1, quantization=quantization, conv_dtype=model.dtype)
+    slots = acc.slots(config.checkpoint_bytes)
+    if slots < 1:
+        raise ValueError(
+            f"checkpoint_bytes is {config.checkpoint_bytes}; slot 0 and one checkpoint take"
+            f" {2 * acc.bytes_per_slot} bytes"
+        )
+    return slots
+
+
+class Loop:
+    """All requests of an engine and one device step at a time. Not thread safe.
+
+    Raises:
+        ConfigError, ValueError: sizes that do not fit together, before anything is allocated.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, progress: Callable[[int, int], None] | None = None
+    ):
+        self.model, self.config, dasc = model, config, config.dasc
+        horizons = retention_horizons(model, eps=dasc.eps, a=dasc.a)
+        self.plan = make_plan(horizons, config.w_max, eps=dasc.eps, a=dasc.a)
+        config.check_model(model.config, self.plan.window)
+        slots = checkpoint_slots(model, config, self.plan)
+        self.device = Device(model, config, self.plan, slots)
+        self.residency = Residency(config, self.plan, slots)
+        self.device.warm_up(progress)
+        self.waiting: dict[str, Active] = {}
+        self.prefilling: dict[str, Active] = {}
+        self.decoding: dict[str, Active] = {}
+        self.counters: Counter[str] = Counter()
+        self._previous: Literal["prefill", "decode"] = "decode"
+
+    def receive(self, active: Active) -> None:
+        """Queue a request; an id in use ends the newcomer with an error."""
+        key = active.request.id
+        if key in self.waiting or key in self.prefilling or key in self.decoding:
+            self._end(active, "error", f"request id {key!r} is in use")
+        else:
+            self.waiting[key] = active
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request wherever it is; one that has ended already is left alone."""
+        for stage in (self.waiting, self.prefilling, self.decoding):
+            if request_id in stage:
+                self._end(stage.pop(request_id), reason, None)
+
+    def abort_all(self, reason: FinishReason) -> None:
+        """End every request."""
+        for request_id in [*self.waiting, *self.prefilling, *self.decoding]:
+            self.abort(request_id, reason)
+
+    def flush(self) -> bool:
+        """Forget all cached prefixes; False, with nothing done, while requests run or wait."""
+        if self.waiting or self.prefilling or self.decoding:
+            return False
+        self.residency.flush()
+        return True
+
+    def step(self) -> bool:
+        """Admit, then run one device step; False when there was nothing to run."""
+        self._admit()
+        kind = next_step(len(self.prefilling), len(self.decoding), self._previous)
+        if kind == "idle":
+            return False
+        self._previous = kind
+        if kind == "prefill":
+            self._prefill()
+        else:
+            self._decode()
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges; O(1) in the size of the pools."""
+        return {
+            "running": float(len(self.prefilling) + len(self.decoding)),
+            "waiting": float(len(self.waiting)),
+            "compiled_after_warmup": float(self.device.executables.late),
+            **{key: float(value) for key, value in self.counters.items()},
+            **self.residency.stats(),
+        }
+
+    def _admit(self) -> None:
+        """Admit in order of arrival, as long as slots and pages last."""
+        for key, active in list(self.waiting.items()):
+            held = self.residency.admit(active.request, np.asarray(active.tokens, np.int32))
+            if held is None:
+                return
+            del self.waiting[key]
+            active.held, active.done = held, held.report.hit_depth
+            self.prefilling[key] = active
+            self.counters["prompt_tokens"] += len(active.tokens)
+            self.counters["cached_tokens"] += active.done
+            self.counters[f"lookup_{held.report.reason}"] += 1
+            if held.load_slot:
+                self.device.load([held.load_slot], [held.slot])
+                self.residency.loaded(held)
+
+    def _prefill(self) -> None:
+        bucket = self.device.prefill_buckets[-1]
+        waiting = [active.progress() for active in self.prefilling.values()]
+        pieces = prefill_pieces(waiting, bucket.tokens, bucket.rows)
+        work = lay_out(pieces, self.prefilling, self.residency.checkpoint_slot)
+        out = self.device.prefill(*work)
+        ended: list[tuple[int, Active]] = []
+        for row, piece in enumerate(pieces):
+            active = self.prefilling[piece.id]
+            self.counters["prefilled_tokens"] += piece.stop - piece.start
+            self.counters["replayed_tokens"] += piece.replay
+            active.done, active.holding.replay = piece.stop, 0
+            if piece.stop == len(active.request.prompt):
+                self.residency.publish(active.request, active.holding, active.tokens)
+                self.decoding[piece.id] = self.prefilling.pop(piece.id)
+                ended.append((row, active))
+        if ended:
+            self._emit(out, ended)
+
+    def _decode(self) -> None:
+        actives = list(self.decoding.values())
+        rows = []
+        for active in actives:
+            held = active.holding
+            rows.append(
+                (active.tokens[-1], active.done, held.slot, held.pages, active.request.sampling)
+            )
+            active.done += 1
+        self._emit(self.device.decode(rows), list(enumerate(actives)))
+
+    def _emit(self, out: Sampled, rows: Sequence[tuple[int, Active]]) -> None:
+        """Hand sampled tokens to their requests and end those that are complete."""
+        tokens = np.asarray(out.tokens)
+        wanted = any(active.request.sampling.logprobs is not None for _, active in rows)
+        logprobs = np.asarray(out.logprobs) if wanted else None
+        now = time.perf_counter()
+        for row, active in rows:
+            token, chosen, top = int(tokens[row]), None, None
+            active.tokens.append(token)
+            active.first_token = active.first_token or now
+            self.counters["generated_tokens"] += 1
+            count = active.request.sampling.logprobs
+            if logprobs is not None and count is not None:
+                chosen, top = float(logprobs[row, token]), most_likely(logprobs[row], count)
+                active.logprobs.append((chosen, top))
+            reason = active.ends_with(token, self.model.config.eos_token_ids)
+            if reason is None:
+                active.on_event(TokenEvent(active.request.id, token, chosen, top, None))
+                continue
+            del self.decoding[active.request.id]
+            self.residency.publish(active.request, active.holding, active.tokens[:-1])
+            result = self._result(active, reason, None)
+            active.on_event(TokenEvent(active.request.id, token, chosen, top, result))
+
+    def _end(self, active: Active, reason: FinishReason, error: str | None) -> None:
+        """End a request without a token of its own: aborted, refused or failed."""
+        result = self._result(active, reason, error)
+        active.on_event(TokenEvent(active.request.id, None, None, None, result))
+
+    def _result(
+        self, active: Active, reason: FinishReason, error: str | None
+    ) -> RequestResult:
+        """Give back all that the request holds, and say how it went."""
+        now = time.perf_counter()
+        held, request = active.held, active.request
+        report = held.report if held else CacheReport(self.residency.policy(request), "not_admitted")
+        if held:
+            self.residency.release(held)
+            active.held = None
+        self.counters[f"finished_{reason}"] += 1
+        return RequestResult(
+            id=request.id,
+            tokens=active.generated,
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=report.hit_depth,
+            report=report,
+            ttft=(active.first_token or now) - active.submitted,
+            latency=now - active.submitted,
+            logprobs=tuple(active.logprobs) if request.sampling.logprobs is not None else None,
+            error=error,
+        )

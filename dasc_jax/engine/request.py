@@ -1,0 +1,105 @@
+"""What goes into the engine and what comes out: plain host values, no arrays of the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+StatePolicy = Literal["dense", "nr", "wr"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to pick tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
+
+    `seed` fixes the random stream of this request whatever else runs beside it. `logprobs` asks for the
+    log-probabilities of that many most likely tokens at every generated position.
+
+    Raises:
+        ValueError: a value outside its range, with the value and the range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, ">= 1"),
+            ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, ">= 0"),
+        )
+        for name, value, fine, bound in checks:
+            if not fine:
+                raise ValueError(f"{name} is {value}; it must be {bound}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. `namespace` separates cached prefixes that must not be shared (a salt)."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    state_policy: StatePolicy | None = None
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What the prefix cache did for one request: the `dasc` object of a response.
+
+    Depths and replayed tokens count tokens; units count over all recurrent layers. `lineage` is the number
+    of lossy loads behind the state the request ran from, its own included (0: exact).
+    """
+
+    policy: StatePolicy
+    reason: str
+    hit_depth: int = 0
+    kv_depth: int = 0
+    lineage: int = 0
+    units_loaded: int = 0
+    units_zeroed: int = 0
+    units_refreshed: int = 0
+    replayed_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """A finished request. `ttft` and `latency` are seconds from `submit`; `error` is set with reason "error".
+
+    `logprobs[i]` is (log-probability of `tokens[i]`, {token id: log-probability} of the most likely ones),
+    kept only when the request asked for it.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    report: CacheReport
+    ttft: float
+    latency: float
+    logprobs: tuple[tuple[float, dict[int, float]], ...] | None = None
+    error: str | None = None
+
+
+class TokenEvent(NamedTuple):
+    """One generated token (`token` is None when a request ends without one), last of all with the result."""
+
+    id: str
+    token: int | None
+    logprob: float | None
+    top_logprobs: dict[int, float] | None
+    result: RequestResult | None
+
+
+OnEvent = Callable[[TokenEvent], None]

@@ -1,0 +1,157 @@
+"""The attention layers: NoPE-MLA (Kimi-Linear, absorbed) and gated grouped-query attention (Qwen3-Next).
+
+Both write the new tokens' rows to their pages, then attend over the pages; `layer` counts attention
+layers only. Replayed and padding tokens write to page 0, the sink, and read what the cache holds.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from dasc_jax.config import GQAConfig, MLAConfig, ModelConfig
+from dasc_jax.models.batch import DecodeBatch, PrefillBatch
+from dasc_jax.models.layers import Linear, RMSNorm, ZeroCentredRMSNorm, rotate
+from dasc_jax.types import PAGE, AttentionPages
+from pallas_kernels.paged_attention import (
+    PagedRows,
+    paged_attention_decode,
+    paged_attention_prefill,
+)
+
+Attend = Callable[..., Array]
+
+
+def _write(
+    pages: jax.Array, layer: int, rows: jax.Array, page: Int32[Array, "T"], position: Int32[Array, "T"]
+) -> jax.Array:
+    return pages.at[layer, page, position % PAGE].set(rows.astype(pages.dtype))
+
+
+class PagedMixer(nnx.Module):
+    """What both attention layers share: where rows are written and which keys a query sees."""
+
+    def prefill(
+        self, h: Float[Array, "T D"], pages: AttentionPages, batch: PrefillBatch
+    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+        """Mix packed prompt tokens."""
+
+        def attend(q: jax.Array, cache: PagedRows, scale: float) -> jax.Array:
+            return paged_attention_prefill(
+                q, cache, batch.page_table, batch.positions, batch.table, scale=scale
+            )
+
+        return self.mix(h, pages, batch.write_pages, batch.positions, attend)
+
+    def decode(
+        self, h: Float[Array, "B D"], pages: AttentionPages, batch: DecodeBatch
+    ) -> tuple[Float[Array, "B D"], AttentionPages]:
+        """Mix one token of each request."""
+        column = (batch.positions // PAGE)[:, None]
+        page = jnp.take_along_axis(batch.page_table, column, axis=1)[:, 0]
+
+        def attend(q: jax.Array, cache: PagedRows, scale: float) -> jax.Array:
+            return paged_attention_decode(
+                q, cache, batch.page_table, batch.positions + 1, scale=scale
+            )
+
+        return self.mix(h, pages, page, batch.positions, attend)
+
+    def mix(
+        self,
+        h: Float[Array, "T D"],
+        pages: AttentionPages,
+        page: Int32[Array, "T"],
+        position: Int32[Array, "T"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+        """Project, write rows to (`page`, `position` mod 64), attend, project back."""
+        raise NotImplementedError
+
+
+class LatentAttention(PagedMixer):
+    """Multi-head latent attention without positions, absorbed: heads read the cached latent directly.
+
+    score_h = ((W_k,h^T q_nope,h) . latent + q_shared,h . shared) / sqrt(nope + shared);
+    out_h = W_v,h (sum_s p_s latent_s). Equal to the expanded form, and one row of latent + shared values
+    a token is all that is cached.
+    """
+
+    def __init__(self, width: int, config: MLAConfig, layer: int, dtype: jnp.dtype):
+        c = config
+        self.config, self.layer = c, layer
+        self.q_proj = Linear(width, c.num_heads * (c.nope_dim + c.shared_dim), dtype)
+        self.kv_a = Linear(width, c.latent_dim + c.shared_dim, dtype)
+        self.kv_norm = RMSNorm(c.latent_dim, c.latent_norm_eps, dtype)
+        self.k_up = nnx.Param(jnp.zeros((c.num_heads, c.nope_dim, c.latent_dim), dtype))
+        self.v_up = nnx.Param(jnp.zeros((c.num_heads, c.value_dim, c.latent_dim), dtype))
+        self.o_proj = Linear(c.num_heads * c.value_dim, width, dtype)
+
+    def mix(
+        self,
+        h: Float[Array, "T D"],
+        pages: AttentionPages,
+        page: Int32[Array, "T"],
+        position: Int32[Array, "T"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+        c = self.config
+        latent, shared = jnp.split(self.kv_a(h), [c.latent_dim], axis=-1)
+        row = jnp.concatenate([self.kv_norm(latent), shared], axis=-1)
+        cache = _write(pages.arrays[0], self.layer, row, page, position)
+        q = self.q_proj(h).reshape(h.shape[0], c.num_heads, -1)
+        absorbed = jnp.einsum("thn,hnl->thl", q[..., : c.nope_dim], self.k_up[...])
+        query = jnp.concatenate([absorbed, q[..., c.nope_dim :]], axis=-1)
+        rows = cache[:, :, :, None, :]
+        scale = (c.nope_dim + c.shared_dim) ** -0.5
+        mixed = attend(query, PagedRows(rows, rows, self.layer, c.latent_dim), scale).astype(h.dtype)
+        out = jnp.einsum("thl,hvl->thv", mixed, self.v_up[...])
+        return self.o_proj(out.reshape(h.shape[0], -1)), AttentionPages((cache,))
+
+
+class GatedAttention(PagedMixer):
+    """Grouped-query attention with normed, partly rotated queries and keys, and a sigmoid output gate."""
+
+    def __init__(self, width: int, config: GQAConfig, layer: int, dtype: jnp.dtype):
+        c = config
+        self.config, self.layer = c, layer
+        self.q_proj = Linear(width, c.num_heads * c.head_dim, dtype)
+        self.gate_proj = Linear(width, c.num_heads * c.head_dim, dtype)
+        self.k_proj = Linear(width, c.num_kv_heads * c.head_dim, dtype)
+        self.v_proj = Linear(width, c.num_kv_heads * c.head_dim, dtype)
+        self.q_norm = ZeroCentredRMSNorm(c.head_dim, c.norm_eps, dtype)
+        self.k_norm = ZeroCentredRMSNorm(c.head_dim, c.norm_eps, dtype)
+        self.o_proj = Linear(c.num_heads * c.head_dim, width, dtype)
+
+    def mix(
+        self,
+        h: Float[Array, "T D"],
+        pages: AttentionPages,
+        page: Int32[Array, "T"],
+        position: Int32[Array, "T"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+        c, rows = self.config, h.shape[0]
+        q = self.q_norm(self.q_proj(h).reshape(rows, c.num_heads, -1))
+        k = self.k_norm(self.k_proj(h).reshape(rows, c.num_kv_heads, -1))
+        q = rotate(q, position, c.rope_dim, c.rope_theta)
+        k = rotate(k, position, c.rope_dim, c.rope_theta)
+        v = self.v_proj(h).reshape(rows, c.num_kv_heads, -1)
+        keys = _write(pages.arrays[0], self.layer, k, page, position)
+        values = _write(pages.arrays[1], self.layer, v, page, position)
+        cache = PagedRows(keys, values, self.layer, c.head_dim)
+        mixed = attend(q, cache, c.head_dim**-0.5).astype(h.dtype)
+        gated = mixed.reshape(rows, -1) * jax.nn.sigmoid(self.gate_proj(h))
+        return self.o_proj(gated), AttentionPages((keys, values))
+
+
+def init_pages(config: ModelConfig, pages: int, dtype: jnp.dtype) -> AttentionPages:
+    """Zeroed pages `[F, pages, 64, ...]` of all attention layers; page 0 is the sink."""
+    lead = (len(config.attention_layers), pages, PAGE)
+    a = config.attention
+    if isinstance(a, MLAConfig):
+        return AttentionPages((jnp.zeros((*lead, a.latent_dim + a.shared_dim), dtype),))
+    shape = (*lead, a.num_kv_heads, a.head_dim)
+    return AttentionPages((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))

@@ -1,0 +1,96 @@
+"""The hybrid decoder both families are: recurrent and attention layers in a pattern the config gives.
+
+    x = embed[tokens];  x += mixer(norm(x));  x += ffn(norm(x));  logits = lm_head(norm(x))
+"""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from dasc_jax.config import ModelConfig
+from dasc_jax.models.attention import PagedMixer
+from dasc_jax.models.batch import DecodeBatch, PrefillBatch, PrefillOut, State, stack_boundaries
+from dasc_jax.models.delta import DeltaMixer
+from dasc_jax.models.layers import Embedding, FeedForward, Linear, rms_norm
+from dasc_jax.models.moe import MoE
+
+
+class Block(nnx.Module):
+    """One decoder layer: a mixer and a feed-forward, each after its norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, index: int, attention: type[PagedMixer], dtype: jnp.dtype):
+        width, eps, centred = config.hidden_size, config.norm_eps, config.zero_centred_norm
+        self.recurrent = config.layer_kinds[index] == "delta"
+        same_kind = [i for i, kind in enumerate(config.layer_kinds) if kind == config.layer_kinds[index]]
+        row = same_kind.index(index)
+        self.input_norm = rms_norm(width, eps, dtype, zero_centred=centred)
+        self.mixer = (
+            DeltaMixer(width, config.delta, row, dtype)
+            if self.recurrent
+            else attention(width, config.attention, row, dtype)
+        )
+        self.post_norm = rms_norm(width, eps, dtype, zero_centred=centred)
+        self.ffn = (
+            MoE(width, config.moe, dtype)
+            if config.ffn_kinds[index] == "moe"
+            else FeedForward(width, config.dense_intermediate, dtype)
+        )
+
+
+class HybridModel(nnx.Module):
+    """The whole decoder. Used functionally: built abstractly, merged inside a jitted step."""
+
+    attention: ClassVar[type[PagedMixer]]
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nnx.List(
+            [Block(config, i, self.attention, dtype) for i in range(config.num_layers)]
+        )
+        self.norm = rms_norm(
+            config.hidden_size, config.norm_eps, dtype, zero_centred=config.zero_centred_norm
+        )
+        self.tied = config.tie_word_embeddings
+        if not self.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def prefill(self, state: State, batch: PrefillBatch) -> tuple[State, PrefillOut]:
+        """Run packed prompt tokens; logits of `batch.rows` and states at the wanted boundaries."""
+        recurrent, pages = state
+        x = self.embed(batch.tokens)
+        temporal, conv = [], []
+        for block in self.layers:
+            h = block.input_norm(x)
+            if block.recurrent:
+                y, recurrent, boundary = block.mixer.prefill(h, recurrent, batch)
+                temporal.append(boundary.temporal)
+                conv.append(boundary.conv)
+            else:
+                y, pages = block.mixer.prefill(h, pages, batch)
+            x = x + y
+            x = x + block.ffn(block.post_norm(x))
+        out = PrefillOut(self._logits(x[batch.rows]), stack_boundaries(temporal, conv))
+        return State(recurrent, pages), out
+
+    def decode(
+        self, state: State, batch: DecodeBatch
+    ) -> tuple[State, Float32[Array, "B vocab"]]:
+        """One token of each request; logits of the next."""
+        recurrent, pages = state
+        x = self.embed(batch.tokens)
+        for block in self.layers:
+            h = block.input_norm(x)
+            if block.recurrent:
+                y, recurrent = block.mixer.decode(h, recurrent, batch)
+            else:
+                y, pages = block.mixer.decode(h, pages, batch)
+            x = x + y
+            x = x + block.ffn(block.post_norm(x))
+        return State(recurrent, pages), self._logits(x)
+
+    def _logits(self, x: Float[Array, "R D"]) -> Float32[Array, "R vocab"]:
+        x = self.norm(x)
+        logits = self.embed.unembed(x) if self.tied else self.lm_head(x)
+        return logits.astype(jnp.float32)

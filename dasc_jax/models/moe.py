@@ -1,0 +1,99 @@
+"""Mixture of experts: both routers, the grouped matmuls of the chosen experts, the shared expert."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from dasc_jax.config import MoEConfig
+from dasc_jax.models.layers import FeedForward, Linear
+from pallas_kernels import grouped_matmul
+
+
+class Router(nnx.Module):
+    """The `top_k` experts of each token and their weights, in float32.
+
+    softmax (Qwen3-Next): probabilities over all experts, renormalised over the chosen ones.
+    sigmoid (Kimi-Linear): scores of their own, chosen by score + bias within the best groups; the weights
+    are the scores without the bias (`weights_use_bias` gives the released remote code's, with it),
+    renormalised and scaled once.
+    """
+
+    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
+        sigmoid = config.scoring == "sigmoid"
+        self.config = config
+        self.kernel = nnx.Param(jnp.zeros((width, config.num_experts), jnp.float32 if sigmoid else dtype))
+        if sigmoid:
+            self.bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
+
+    def __call__(
+        self, h: Float[Array, "T D"]
+    ) -> tuple[Float32[Array, "T top"], Int32[Array, "T top"]]:
+        c = self.config
+        kernel = self.kernel[...]
+        logits = (h.astype(kernel.dtype) @ kernel).astype(jnp.float32)
+        if c.scoring == "softmax":
+            weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            return weights / total if c.renormalize else weights, chosen
+        scores = jax.nn.sigmoid(logits)
+        biased = scores + self.bias[...]
+        _, chosen = jax.lax.top_k(self._best_groups(biased), c.top_k)
+        picked = biased if c.weights_use_bias else scores
+        weights = jnp.take_along_axis(picked, chosen, axis=-1)
+        if c.renormalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * c.scaling, chosen
+
+    def _best_groups(self, biased: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
+        """Leave only the `top_groups` groups with the largest sum of their two best biased scores."""
+        c = self.config
+        if c.groups == 1:
+            return biased
+        grouped = biased.reshape(biased.shape[0], c.groups, -1)
+        strength = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        _, best = jax.lax.top_k(strength, c.top_groups)
+        allowed = jnp.any(jax.nn.one_hot(best, c.groups, dtype=bool), axis=1)
+        return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
+
+
+class Experts(nnx.Module):
+    """All routed experts, stacked: `gate_up [E, D, 2I]` (gate, then up) and `down [E, I, D]`."""
+
+    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
+        experts, inner = config.num_experts, config.intermediate
+        self.gate_up = nnx.Param(jnp.zeros((experts, width, 2 * inner), dtype))
+        self.down = nnx.Param(jnp.zeros((experts, inner, width), dtype))
+
+    def __call__(
+        self, h: Float[Array, "T D"], weights: Float32[Array, "T top"], chosen: Int32[Array, "T top"]
+    ) -> Float32[Array, "T D"]:
+        tokens, top = chosen.shape
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.down.shape[0]).astype(jnp.int32)
+        gate_up = grouped_matmul(h[order // top], self.gate_up[...], sizes)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        sorted_out = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
+        # The inverse permutation, not a scatter-add: the sum over a token's experts keeps a fixed order.
+        out = sorted_out[jnp.argsort(order)].reshape(tokens, top, -1)
+        return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared expert (with a sigmoid gate of its own in Qwen3-Next)."""
+
+    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
+        self.router = Router(width, config, dtype)
+        self.experts = Experts(width, config, dtype)
+        self.shared = FeedForward(width, config.shared_intermediate, dtype)
+        self.gated = config.shared_gate
+        if config.shared_gate:
+            self.shared_gate = Linear(width, 1, dtype)
+
+    def __call__(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        weights, chosen = self.router(h)
+        routed = self.experts(h, weights, chosen).astype(h.dtype)
+        shared = self.shared(h)
+        if self.gated:
+            shared = jax.nn.sigmoid(self.shared_gate(h)) * shared
+        return routed + shared

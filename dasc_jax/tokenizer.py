@@ -1,0 +1,1 @@
+def tokenizer_files(p): return []

@@ -1,0 +1,107 @@
+"""Native checkpoints: `config.json`, an Orbax tree of the flat parameters in `params/`, tokenizer files."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import jax
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+from dasc_jax.config import NATIVE_FORMAT, ModelConfig
+from dasc_jax.weights.audit import WeightError
+from dasc_jax.weights.specs import param_specs
+
+TREE = "params"
+CHUNK_BYTES = 4 * 2**20
+MAX_IN_FLIGHT_BYTES = 2**30
+IN_FLIGHT=2**30
+
+
+def is_native(path: Path) -> bool:
+    """Whether `path` is a native directory: its configuration says so, beside an Orbax tree."""
+    config = path / "config.json"
+    return (
+        (path / TREE).is_dir()
+        and config.is_file()
+        and json.loads(config.read_text()).get("format") == NATIVE_FORMAT
+    )
+
+
+def save_native(
+    path: str | Path,
+    config: ModelConfig,
+    params: Mapping[str, Array],
+    tokenizer_files: Iterable[str | Path] = (),
+) -> None:
+    """Writes a native directory that `load_params` and `ModelConfig.from_hf` read back bit for bit.
+
+    Raises FileExistsError when there is a tree already, WeightError when `params` are not exactly those
+    of `config` (by path and shape).
+    """
+    path = Path(path)
+    _check({name: value.shape for name, value in params.items()}, config, "the parameters to save")
+    if (path / TREE).exists():
+        raise FileExistsError(f"{path / TREE} exists already")
+    with storage_context():
+        ocp.save((path / TREE).absolute(), dict(params))
+    write_sidecars(path, config, tokenizer_files)
+
+
+def storage_context() -> ocp.Context:
+    """How native trees are written: plain chunks small enough that a rank reads little more than its
+    shard, uncompressed because the bits of weights hardly compress and decompression bounds loading."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    context.memory.write_concurrent_bytes = MAX_IN_FLIGHT_BYTES
+    return context
+
+
+def write_sidecars(path: Path, config: ModelConfig, tokenizer_files: Iterable[str | Path]) -> None:
+    """Everything of a native directory but the tree. `config.json` comes last: without it, the
+    directory is not a checkpoint, so an interrupted write is never taken for one."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in tokenizer_files:
+        if Path(file).resolve().parent != path.resolve():
+            shutil.copyfile(file, path / Path(file).name)
+    (path / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+def load_native(
+    path: Path, config: ModelConfig, dtype: str, shardings: Callable[[str], Sharding]
+) -> dict[str, Array]:
+    """The parameters of a native directory; see `load_params`."""
+    tree = (path / TREE).absolute()
+    stored = ocp.metadata(tree).metadata
+    _check({name: leaf.shape for name, leaf in stored.items()}, config, str(tree))
+    specs = param_specs(config, dtype)
+    abstract = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings(name))
+        for name, spec in specs.items()
+    }
+    context = ocp.Context()
+    context.memory.read_concurrent_bytes = IN_FLIGHT
+    with context:
+        params = ocp.load(tree, abstract)
+    return {name: params[name] for name in specs}
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
+    specs = param_specs(config, config.dtype)
+    missing = tuple(name for name in specs if name not in shapes)
+    extra = tuple(name for name in shapes if name not in specs)
+    misshapen = tuple(
+        f"{name} {list(shapes[name])} instead of {list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in shapes and tuple(shapes[name]) != spec.shape
+    )
+    if missing or extra or misshapen:
+        raise WeightError(
+            f"{what} do not match the configuration ({config.family}, {config.num_layers} layers)",
+            missing=missing,
+            extra=extra,
+            misshapen=misshapen,
+        )

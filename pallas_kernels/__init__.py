@@ -1,0 +1,42 @@
+"""Ops of hybrid linear-attention models over packed, ragged batches, with interchangeable implementations.
+
+`impl` is `"auto"`, `"mosaic"` (Pallas kernels on Hopper), `"xla"` or `"reference"` (token by token, the
+oracle). `N` segments are packed into `T` tokens by `cu_seqlens [N + 1]`; whatever the tokens past the last
+segment hold, NaN included, reaches no result. Everything recurrent is computed in float32.
+"""
+
+from pallas_kernels.chunks import (
+    CHUNK,
+    MERGE,
+    SLOT,
+    ZERO,
+    ChunkTable,
+    DeltaOut,
+    chunk_count,
+    chunk_table,
+)
+from pallas_kernels.conv import conv_windows, short_conv_step
+from pallas_kernels.dispatch import IMPLEMENTATIONS
+from pallas_kernels.gates import gdn_gate, kda_gate, l2norm
+from pallas_kernels.ops import delta_decode, delta_prefill, grouped_matmul, short_conv
+
+__all__ = [
+    "CHUNK",
+    "IMPLEMENTATIONS",
+    "MERGE",
+    "SLOT",
+    "ZERO",
+    "ChunkTable",
+    "DeltaOut",
+    "chunk_count",
+    "chunk_table",
+    "conv_windows",
+    "delta_decode",
+    "delta_prefill",
+    "gdn_gate",
+    "grouped_matmul",
+    "kda_gate",
+    "l2norm",
+    "short_conv",
+    "short_conv_step",
+]

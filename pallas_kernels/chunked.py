@@ -1,0 +1,124 @@
+"""Chunked XLA form of the delta rule: the CPU path, the fallback of every GPU, and the form to train with.
+
+With G the cumulative log decay inside a chunk (Kimi Linear, section 3; Gated DeltaNet, section 3.3):
+
+    A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (j < i);    P_ij likewise with q_i  (j <= i)
+    U = (I + A)^-1 (beta (V - (k exp G) S));    O = (q exp G) S + P U;    S <- exp(G_last) S + (k exp(G_last - G))^T U
+
+exp(-G) overflows and G_i - G_j cancels, so neither is formed: every exponent is summed afresh from the log
+decays of its own interval, all of one sign. KDA, whose decay differs by channel, does that pair by pair only
+inside blocks of 16 tokens; a pair in different blocks meets at the start of the later one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.chunks import CHUNK, ChunkTable, DeltaOut, Tokens, prepare, walk
+from pallas_kernels.reference import token_step
+
+BLOCK = 16
+LEAST_DECAY = -128.0
+
+# Every GPU multiplies float32 in TF32 unless told otherwise, which costs the states ten bits.
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+def prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    initial: jax.Array,
+    table: ChunkTable,
+    keep: jax.Array | None,
+    num_boundaries: int,
+) -> DeltaOut:
+    """`delta_prefill`, 64 tokens at a time. Differentiable; the backward pass recomputes each chunk."""
+    step = jax.checkpoint(_chunk, prevent_cse=False)
+    return walk(step, (q, k, v, g, beta), initial, table, keep, num_boundaries)
+
+
+def decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    slots: jax.Array,
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`delta_decode`, all requests at once."""
+    old = pool[layer, slots]
+    new, o = jax.vmap(token_step)(old, prepare(q, k, v, g, beta))
+    live = slots > 0
+    pool = pool.at[layer, slots].set(jnp.where(live[:, None, None, None], new, old))
+    return pool, jnp.where(live[:, None, None], o, 0.0)
+
+
+def _chunk(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """64 tokens of all heads: state `[H, K, V]` -> (state, o `[64, H, V]`)."""
+    q, k, v, g = (jnp.swapaxes(x, 0, 1) for x in tokens[:4])
+    beta = tokens.beta.T[..., None]
+    group = v.shape[0] // q.shape[0]
+    # A factor below exp(-128) is zero in float32 whatever else it is multiplied with; the bound admits g = -inf.
+    g = jnp.maximum(g, LEAST_DECAY)
+    pairs = _scalar_pairs if g.shape[-1] == 1 else _channel_pairs
+    products = pairs(jnp.stack([q, k]), k, g, group)
+    q, k = jnp.repeat(q, group, axis=0), jnp.repeat(k, group, axis=0)
+    rows = np.arange(CHUNK)
+    from_start = jnp.exp(_einsum("im,hmk->hik", _indicator(rows[:, None] >= rows), g))
+    to_end = jnp.exp(_einsum("jm,hmk->hjk", _indicator(rows[:, None] < rows), g))
+    u = beta * (v - _einsum("hik,hkv->hiv", k * from_start, state))
+    u = jax.scipy.linalg.solve_triangular(beta * products[1], u, lower=True, unit_diagonal=True)
+    o = _einsum("hik,hkv->hiv", q * from_start, state) + _einsum("hij,hjv->hiv", products[0], u)
+    state = from_start[:, -1, :, None] * state + _einsum("hjk,hjv->hkv", k * to_end, u)
+    return state, jnp.swapaxes(o, 0, 1)
+
+
+def _indicator(condition: np.ndarray) -> np.ndarray:
+    return condition.astype(np.float32)
+
+
+def _interval_decay(g: jax.Array) -> jax.Array:
+    """Decay from token j to token i >= j: g `[..., n, K]` -> exp(sum of g over (j, i]) `[..., n, n, K]`, else 0."""
+    rows = np.arange(g.shape[-2])
+    causal = rows[:, None] >= rows
+    after = jnp.where((rows[:, None] > rows)[..., None], g[..., :, None, :], 0.0)
+    sums = _einsum("im,...mjk->...ijk", _indicator(causal), after)
+    return jnp.where(causal[..., None], jnp.exp(sums), 0.0)
+
+
+def _scalar_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> jax.Array:
+    """GDN: `[2, H, i, j]` products of q_i and of k_i with the decayed k_j; the decay multiplies from outside."""
+    plain = _einsum("xhik,hjk->xhij", left, k)
+    return jnp.repeat(plain, group, axis=1) * _interval_decay(g)[..., 0]
+
+
+def _channel_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> jax.Array:
+    """KDA: the same, with a decay of its own for every channel."""
+    left, k = jnp.repeat(left, group, axis=1), jnp.repeat(k, group, axis=0)
+    blocks = CHUNK // BLOCK
+    heads, _, width = k.shape
+    in_blocks = (heads, blocks, BLOCK, width)
+    left_blocks = left.reshape(2, *in_blocks)
+    g_blocks = g.reshape(in_blocks)
+    near = k.reshape(in_blocks)[:, :, None] * _interval_decay(g_blocks)
+    near = _einsum("xhbik,hbijk->xhbij", left_blocks, near)
+
+    rows, first = np.arange(CHUNK), np.arange(blocks)[:, None] * BLOCK
+    before = rows < first
+    between = before[:, None, :] & (rows[:, None] < rows)
+    to_block = jnp.exp(_einsum("bjm,hmk->hbjk", _indicator(between), g))
+    columns = jnp.where(before[..., None], k[:, None] * to_block, 0.0)
+    inside = np.tril(np.ones((BLOCK, BLOCK), np.float32))
+    in_block = jnp.exp(_einsum("im,hbmk->hbik", inside, g_blocks))
+    far = _einsum("xhbik,hbjk->xhbij", left_blocks * in_block, columns)
+
+    same = np.eye(blocks, dtype=bool)[:, None, :, None]
+    both = jnp.where(same, near[..., None, :], far.reshape(2, heads, blocks, BLOCK, blocks, BLOCK))
+    return both.reshape(2, heads, CHUNK, CHUNK)

@@ -1,0 +1,45 @@
+"""What every test shares: platform, compilation cache, fixtures on disk, search profiles."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("local", deadline=None, max_examples=50)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=50, derandomize=True, database=None
+)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the platform before a test module imports jax, and keep compiled programs.
+
+    Device tests name `cuda` outright: a machine without a GPU fails instead of testing the CPU.
+    """
+    marks = config.option.markexpr
+    device_tests = "device" in marks and "not device" not in marks
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if device_tests else "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache" / _processor()))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _processor() -> str:
+    """A short name of this processor: code that XLA compiled for one may not run on another."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    kinds = ("flags", "Features", "model name")
+    traits = sorted({line for line in lines if line.startswith(kinds)})
+    return hashlib.sha256("\n".join(traits).encode()).hexdigest()[:12]
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """The reference results and tiny checkpoints; the README beside them says how to read them."""
+    return ROOT / "tests" / "golden"
