@@ -22,9 +22,11 @@ test: $(READY) ## the test suite on the CPU, without the slow and the device tes
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY) ## ruff and pyright, as the pre-commit hooks run them
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	@failed=0; \
+	    $(BIN)/ruff check || failed=1; \
+	    $(BIN)/ruff format --check --output-format concise || failed=1; \
+	    $(BIN)/pyright --pythonpath $(BIN)/python || failed=1; \
+	    exit $$failed
 
 format: $(READY) ## sort imports and reformat in place
 	$(BIN)/ruff check --fix

@@ -1,9 +1,9 @@
-"""Section 4 of the DASC paper in one file: what a state checkpoint holds, and what a load gives back.
+"""Section 4 of the DASC paper in one file: what a checkpoint holds, and what a load gives back.
 
-A checkpoint is the *packed* state at one token depth: the retained units of all recurrent layers as rows
-of one array (the ragged layout, appendix B), optionally in int8 (Eq. 10), and the convolution windows as
-they are. Everything on arrays is a pure function that `jax.jit` takes with the plan (and `quantization`)
-static; pack and unpack are one row gather each, through the plan's index table.
+A checkpoint is the *packed* state at one token depth: the retained units of all recurrent layers as
+rows of one array (the ragged layout, appendix B), optionally in int8 (Eq. 10), and the convolution
+windows as they are. Everything on arrays is a pure function that `jax.jit` takes with the plan (and
+`quantization`) static; pack and unpack are one row gather each, through the plan's index table.
 
 Slot 0 of a pool is the padding sink: writes to it are dropped, so it always loads as a zero state.
 """
@@ -26,10 +26,12 @@ CONV_WINDOW = 3
 
 
 class Packed(NamedTuple):
-    """Packed checkpoints, one per leading index: of requests `[B, ...]`, or of slots `[S, ...]` in a pool.
+    """Packed checkpoints, one per leading index: requests `[B, ...]`, or slots `[S, ...]` of a
+    pool.
 
-    `rows`: [B, R, V] (KDA) or [B, R, K, V] (GDN), float32 or int8. `scales`: one float32 per (layer, head,
-    key channel), [B, R] or [B, R, K]; None for float32 rows. `conv`: [B, L, C, 3] in the model's dtype.
+    `rows`: [B, R, V] (KDA) or [B, R, K, V] (GDN), float32 or int8. `scales`: one float32 per
+    (layer, head, key channel), [B, R] or [B, R, K]; None for float32 rows. `conv`: [B, L, C, 3] in
+    the model's dtype.
     """
 
     rows: Shaped[Array, "B R *K V"]
@@ -73,7 +75,10 @@ def dequantize(
 def pack(
     plan: SelectionPlan, state: RecurrentState, *, quantization: Literal["int8"] | None = None
 ) -> Packed:
-    """The checkpoints of the `B` requests in `state` (its slot axis): retained units and conv windows."""
+    """The checkpoints of the B requests in `state`: retained units and convolution windows.
+
+    Raises ValueError when the plan is not of this state's shape.
+    """
     layers, batch, heads, key_dim, value_dim = state.temporal.shape
     _check_state(plan, layers, heads, key_dim)
     units = plan.units // layers
@@ -89,7 +94,7 @@ def pack(
 
 
 def unpack(plan: SelectionPlan, packed: Packed) -> RecurrentState:
-    """Dense states of packed checkpoints: retained units as stored, exact zeros elsewhere (`nr`)."""
+    """Dense states of packed checkpoints: retained units as stored, exact zeros elsewhere."""
     return RecurrentState(*load(plan, packed, jnp.arange(packed.rows.shape[0])))
 
 
@@ -101,9 +106,10 @@ def init_pool(
     quantization: Literal["int8"] | None = None,
     conv_dtype: jnp.dtype | type | str | None = None,
 ) -> CheckpointPool:
-    """A zeroed pool of `slots` checkpoints, the sink included; `conv_dtype` defaults to the model's.
+    """A zeroed pool of `slots` checkpoints, the sink included; `conv_dtype` is by default the
+    model's.
 
-    Raises ValueError when the plan is not of this model's shape or a pool of `slots` could hold nothing.
+    Raises ValueError when the plan is not of this model's shape, or `slots` leaves no usable slot.
     """
     delta, layers = config.delta, len(config.recurrent_layers)
     _check_state(plan, layers, delta.num_value_heads, delta.key_dim)
@@ -178,7 +184,7 @@ def verify(
 
 
 def replay_span(plan: SelectionPlan, depth: int, policy: Policy) -> tuple[int, int, int]:
-    """Where a hit at `depth` starts computing: (start position, replayed tokens, conv lead-in tokens).
+    """Where a hit at `depth` starts computing: (start position, replayed tokens, lead-in tokens).
 
     `wr` replays min(window, depth) tokens before `depth` from a zero state, and up to three more in
     front of them so that the short convolution is exact at the first replayed one: `start` is
@@ -204,8 +210,8 @@ def units(plan: SelectionPlan, policy: Policy) -> tuple[int, int, int]:
         case "dense":
             if local:
                 raise ValueError(
-                    f"policy 'dense' needs a plan that keeps every unit; this one (w_max={plan.w_max})"
-                    f" drops {local} of {plan.units}"
+                    f"policy 'dense' needs a plan that keeps every unit;"
+                    f" this one (w_max={plan.w_max}) drops {local} of {plan.units}"
                 )
             return plan.total, 0, 0
         case "nr":
@@ -216,8 +222,9 @@ def units(plan: SelectionPlan, policy: Policy) -> tuple[int, int, int]:
 
 
 def _quotient(x: Array, y: Array) -> Array:
-    # XLA turns x / broadcast(y) into x * broadcast(1 / y), which rounds twice. A divisor chosen by x
-    # looks unlike a broadcast, costs nothing once fused, and is y wherever the quotient is a number.
+    # XLA turns x / broadcast(y) into x * broadcast(1 / y), which rounds twice. A divisor chosen by
+    # x looks unlike a broadcast, costs nothing once fused, and is y wherever the quotient is a
+    # number.
     return x / jnp.where(x == x, y, jnp.float32(1))
 
 

@@ -1,8 +1,8 @@
 """What a model is, and what a prefix cache keeps of it: frozen, hashable host values.
 
-`ModelConfig.from_hf` reads the `config.json` of a released checkpoint (Kimi-Linear or Qwen3-Next) or of
-a native Orbax directory. Everything that this library cannot compute is refused here, by name and
-value, before any weight is touched.
+`ModelConfig.from_hf` reads the `config.json` of a released checkpoint (Kimi-Linear or Qwen3-Next)
+or of a native Orbax directory. Everything that this library cannot compute is refused here, by name
+and value, before any weight is touched.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 class ConfigError(ValueError):
-    """A configuration that is inconsistent or asks for something unsupported; names field and value."""
+    """A configuration that is inconsistent or asks for something unsupported; names field and
+    value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +37,28 @@ class DeltaConfig:
 
     def __post_init__(self):
         _positive(
-            self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_kernel", "norm_eps"
+            self,
+            "num_key_heads",
+            "num_value_heads",
+            "key_dim",
+            "value_dim",
+            "conv_kernel",
+            "norm_eps",
         )
         if self.conv_kernel != 4:
             raise ConfigError(
-                f"conv_kernel={self.conv_kernel}: the convolution window is 3 inputs, so the kernel must be 4"
+                f"conv_kernel={self.conv_kernel}: the window is 3 inputs, so the kernel must be 4"
             )
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
-                f"num_value_heads={self.num_value_heads} is not a multiple of num_key_heads={self.num_key_heads}"
+                f"num_value_heads={self.num_value_heads} is not a multiple of"
+                f" num_key_heads={self.num_key_heads}"
             )
         if self.kind == "kda":
             if self.num_key_heads != self.num_value_heads:
                 raise ConfigError(
-                    f"KDA needs as many key heads ({self.num_key_heads}) as value heads ({self.num_value_heads})"
+                    f"KDA needs num_key_heads={self.num_key_heads} equal to"
+                    f" num_value_heads={self.num_value_heads}"
                 )
             _positive(self, "gate_rank")
         elif self.kind == "gdn":
@@ -82,7 +91,8 @@ class MLAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig:
-    """Gated grouped-query attention with a partial rotary embedding over the first `rope_dim` dims."""
+    """Gated grouped-query attention with a partial rotary embedding over the first `rope_dim`
+    dims."""
 
     num_heads: int
     num_kv_heads: int
@@ -107,8 +117,8 @@ class GQAConfig:
 class MoEConfig:
     """A sparse feed-forward block: routed experts and one shared expert.
 
-    `weights_use_bias` reproduces Kimi-Linear's released remote code, whose routing weights contain the
-    selection bias by aliasing; the default is what transformers and vLLM compute.
+    `weights_use_bias` reproduces Kimi-Linear's released remote code, whose routing weights contain
+    the selection bias by aliasing; the default is what transformers and vLLM compute.
     """
 
     num_experts: int
@@ -135,10 +145,11 @@ class MoEConfig:
                 f"groups={self.groups} must divide num_experts={self.num_experts}"
                 f" and be at least top_groups={self.top_groups}"
             )
-        if self.top_k > self.num_experts // self.groups * self.top_groups:
+        eligible = self.num_experts // self.groups * self.top_groups
+        if self.top_k > eligible:
             raise ConfigError(
-                f"top_k={self.top_k} exceeds the {self.num_experts // self.groups * self.top_groups}"
-                f" experts of top_groups={self.top_groups} out of groups={self.groups}"
+                f"top_k={self.top_k} exceeds the {eligible} experts of"
+                f" top_groups={self.top_groups} out of groups={self.groups}"
             )
 
 
@@ -167,14 +178,19 @@ class ModelConfig:
 
     def __post_init__(self):
         _positive(self, "vocab_size", "hidden_size", "num_layers", "max_context", "norm_eps")
-        for name, allowed in (("layer_kinds", ("delta", "attention")), ("ffn_kinds", ("dense", "moe"))):
+        for name, allowed in (
+            ("layer_kinds", ("delta", "attention")),
+            ("ffn_kinds", ("dense", "moe")),
+        ):
             kinds = getattr(self, name)
             if len(kinds) != self.num_layers:
                 raise ConfigError(f"{name} has {len(kinds)} entries, num_layers={self.num_layers}")
             if unknown := set(kinds) - set(allowed):
                 raise ConfigError(f"{name} contains {sorted(unknown)}: expected {allowed}")
         if "delta" not in self.layer_kinds:
-            raise ConfigError("layer_kinds has no 'delta' layer: not a hybrid linear-attention model")
+            raise ConfigError(
+                "layer_kinds has no 'delta' layer: not a hybrid linear-attention model"
+            )
         if "moe" in self.ffn_kinds and self.moe is None:
             raise ConfigError("ffn_kinds has 'moe' layers but moe is None")
         if "dense" in self.ffn_kinds:
@@ -219,23 +235,24 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """A released configuration of either family, or what `to_dict` returned."""
-        if values.get("format") == NATIVE_FORMAT:
-            return _from_native(values)
-        from dasc_jax.hf_config import parse
+        from dasc_jax import hf_config
 
-        return parse(values)
+        native = values.get("format") == NATIVE_FORMAT
+        return hf_config.parse_native(values) if native else hf_config.parse(values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` gives back an equal configuration."""
-        return {"format": NATIVE_FORMAT, "model_type": self.family, **dataclasses.asdict(self)}
+        return {"format": NATIVE_FORMAT, **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True)
 class DascConfig:
-    """Which units of a recurrent state a checkpoint keeps, and how (sections 3.3 to 4.3 of the DASC paper).
+    """Which units of a recurrent state a checkpoint keeps, and how (sections 3.3 to 4.3 of the DASC
+    paper).
 
-    `w_max` tokens: a unit whose retention horizon exceeds it is kept, 0 keeps all. `eps` is the decay
-    factor that counts as forgotten, `a` the typical gate input at which horizons are evaluated.
+    `w_max` tokens: a unit whose retention horizon exceeds it is kept, 0 keeps all. `eps` is the
+    decay factor that counts as forgotten, `a` the typical gate input at which horizons are
+    evaluated.
     """
 
     w_max: int = 16
@@ -247,7 +264,9 @@ class DascConfig:
 
     def __post_init__(self):
         if isinstance(self.w_max, bool) or not isinstance(self.w_max, int) or self.w_max < 0:
-            raise ConfigError(f"w_max={self.w_max!r} must be an integer >= 0 (tokens; 0 keeps every unit)")
+            raise ConfigError(
+                f"w_max={self.w_max!r} must be an integer >= 0 (tokens; 0 keeps every unit)"
+            )
         if not 0.0 < self.eps < 1.0:
             raise ConfigError(f"eps={self.eps} must lie strictly between 0 and 1")
         if not math.isfinite(self.a):
@@ -279,19 +298,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, expected an object")
     return values
-
-
-def _from_native(values: dict[str, Any]) -> ModelConfig:
-    values = {key: value for key, value in values.items() if key not in ("format", "model_type")}
-    try:
-        attention = MLAConfig if values["family"] == "kimi_linear" else GQAConfig
-        nested = {
-            "delta": DeltaConfig(**values["delta"]),
-            "attention": attention(**values["attention"]),
-            "moe": MoEConfig(**values["moe"]) if values["moe"] is not None else None,
-        }
-        for name in ("layer_kinds", "ffn_kinds", "eos_token_ids"):
-            nested[name] = tuple(values[name])
-        return ModelConfig(**{**values, **nested})
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"not a complete {NATIVE_FORMAT} configuration: {error}") from None

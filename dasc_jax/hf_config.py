@@ -1,13 +1,23 @@
-"""Released `config.json` files to `ModelConfig`: Kimi-Linear and Qwen3-Next, both key generations."""
+"""Released `config.json` files to `ModelConfig`: Kimi-Linear and Qwen3-Next, both key
+generations."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
-from dasc_jax.config import ConfigError, DeltaConfig, GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from dasc_jax.config import (
+    NATIVE_FORMAT,
+    ConfigError,
+    DeltaConfig,
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+)
 
 
 def parse(values: dict[str, Any]) -> ModelConfig:
-    """The configuration of a released checkpoint. Raises ConfigError naming every offending field."""
+    """The configuration of a released checkpoint. Raises ConfigError naming every offending
+    field."""
     family = _family(values)
     _refuse(values, "quantization_config", None)
     _refuse(values, "hidden_act", "silu")
@@ -15,10 +25,27 @@ def parse(values: dict[str, Any]) -> ModelConfig:
     return {"kimi_linear": _kimi, "qwen3_next": _qwen}[family](values)
 
 
+def parse_native(values: dict[str, Any]) -> ModelConfig:
+    """The configuration that `ModelConfig.to_dict` wrote."""
+    values = {key: value for key, value in values.items() if key != "format"}
+    try:
+        attention = MLAConfig if values["family"] == "kimi_linear" else GQAConfig
+        nested = {
+            "delta": DeltaConfig(**values["delta"]),
+            "attention": attention(**values["attention"]),
+            "moe": MoEConfig(**values["moe"]) if values["moe"] is not None else None,
+        }
+        for name in ("layer_kinds", "ffn_kinds", "eos_token_ids"):
+            nested[name] = tuple(values[name])
+        return ModelConfig(**{**values, **nested})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not a complete {NATIVE_FORMAT} configuration: {error}") from None
+
+
 _ARCHITECTURES = {"KimiLinearForCausalLM": "kimi_linear", "Qwen3NextForCausalLM": "qwen3_next"}
 
 
-def _family(values: dict[str, Any]) -> str:
+def _family(values: dict[str, Any]) -> Literal["kimi_linear", "qwen3_next"]:
     # Key presence cannot tell families apart (several ship linear_attn_config), only the names do.
     model_type = values.get("model_type")
     names = values.get("architectures") or []
@@ -28,10 +55,12 @@ def _family(values: dict[str, Any]) -> str:
             raise ConfigError(f"unknown architecture {name!r} (model_type {model_type!r}); {known}")
         if model_type is not None and _ARCHITECTURES[name] != model_type:
             raise ConfigError(f"architecture {name!r} contradicts model_type {model_type!r}")
-    family = model_type if model_type is not None else next(map(_ARCHITECTURES.get, names), None)
-    if family not in _ARCHITECTURES.values():
-        raise ConfigError(f"unknown model_type {family!r}; {known}")
-    return family
+    family = _ARCHITECTURES[names[0]] if model_type is None and names else model_type
+    if family == "kimi_linear":
+        return "kimi_linear"
+    if family == "qwen3_next":
+        return "qwen3_next"
+    raise ConfigError(f"unknown model_type {family!r}; {known}")
 
 
 def _kimi(values: dict[str, Any]) -> ModelConfig:
@@ -65,7 +94,9 @@ def _kimi(values: dict[str, Any]) -> ModelConfig:
         "kimi_linear",
         values,
         layer_kinds=_kimi_layers(linear, layers),
-        ffn_kinds=("moe" if sparse and i >= first and i % freq == 0 else "dense" for i in range(layers)),
+        ffn_kinds=(
+            "moe" if sparse and i >= first and i % freq == 0 else "dense" for i in range(layers)
+        ),
         delta=delta,
         attention=attention,
         moe=_kimi_moe(values) if sparse else None,
@@ -80,7 +111,9 @@ def _kimi_layers(linear: dict[str, Any], layers: int) -> tuple[str, ...]:
     for field, kind in (("kda_layers", "delta"), ("full_attn_layers", "attention")):
         for number in _get(linear, field, "linear_attn_config."):
             if not 1 <= number <= layers:
-                problems.append(f"{field} has {number}, outside 1..{layers} (the lists are 1-based)")
+                problems.append(
+                    f"{field} has {number}, outside 1..{layers} (the lists are 1-based)"
+                )
             elif number in kinds:
                 problems.append(f"{field} repeats {number}, already a {kinds[number]} layer")
             else:
@@ -140,7 +173,8 @@ def _qwen(values: dict[str, Any]) -> ModelConfig:
         values,
         layer_kinds=_qwen_layers(values, layers),
         ffn_kinds=(
-            "moe" if sparse and i not in dense and (i + 1) % step == 0 else "dense" for i in range(layers)
+            "moe" if sparse and i not in dense and (i + 1) % step == 0 else "dense"
+            for i in range(layers)
         ),
         delta=delta,
         attention=_qwen_attention(values),
@@ -197,7 +231,12 @@ def _qwen_moe(values: dict[str, Any]) -> MoEConfig:
 
 
 def _model(
-    family: str, values: dict[str, Any], *, ffn_kinds: Iterable[str], max_context: int | None, **parts: Any
+    family: Literal["kimi_linear", "qwen3_next"],
+    values: dict[str, Any],
+    *,
+    ffn_kinds: Iterable[Literal["dense", "moe"]],
+    max_context: int | None,
+    **parts: Any,
 ) -> ModelConfig:
     eos = values.get("eos_token_id")
     ffn_kinds = tuple(ffn_kinds)
@@ -212,7 +251,9 @@ def _model(
         norm_eps=_get(values, "rms_norm_eps"),
         zero_centred_norm=family == "qwen3_next",
         dense_intermediate=_get(values, "intermediate_size") if "dense" in ffn_kinds else None,
-        dtype=str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        dtype=str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix(
+            "torch."
+        ),
         max_context=max_context,
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),

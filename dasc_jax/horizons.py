@@ -28,7 +28,7 @@ def decay(
 ) -> Float64[np.ndarray, "H *K"]:
     """Log decay per token, g = -exp(A_log) softplus(a + dt_bias) (Eq. 2).
 
-    `A_log` has one value a head; `dt_bias` is [H] (GDN) or [H, K] (KDA) and gives the result its shape.
+    `A_log` has one value a head; `dt_bias`, [H] (GDN) or [H, K] (KDA), gives the result its shape.
     """
     x = a + np.asarray(dt_bias, np.float64)
     rate = np.exp(np.asarray(A_log, np.float64))
@@ -61,9 +61,10 @@ def retention_horizons(
 ) -> list[Float64[np.ndarray, "H *K"]]:
     """Static horizons H_s of a model: one array per recurrent layer, [H] (GDN) or [H, K] (KDA).
 
-    `source` is a model (anything with `.params` and `.config`), or the flat parameter mapping together
-    with its `config`; only `layers.{i}.mixer.decay.A_log` and `.dt_bias` are read.
-    Raises HorizonError for a degenerate decay, KeyError for a missing tensor, ValueError for a wrong shape.
+    `source` is a model (anything with `.params` and `.config`), or the flat parameter mapping
+    together with its `config`; only `layers.{i}.mixer.decay.A_log` and `.dt_bias` are read.
+    Raises HorizonError for a degenerate decay, KeyError for a missing tensor, ValueError for a
+    wrong shape.
     """
     params: Mapping[str, Any] = getattr(source, "params", source)
     config = config if config is not None else getattr(source, "config", None)
@@ -89,8 +90,8 @@ def check_horizons(
 ) -> list[Float64[np.ndarray, "H *K"]]:
     """`h` as float64 arrays, after checking that they can be planned with.
 
-    Raises HorizonError when there is no layer, when layers differ in shape, when an array is neither
-    [H] nor [H, K], or when a horizon is not positive and finite (layer and unit are named).
+    Raises HorizonError when there is no layer, when layers differ in shape, when an array is
+    neither [H] nor [H, K], or when a horizon is not positive and finite (naming layer and unit).
     """
     arrays = [np.asarray(x, np.float64) for x in h]
     if not arrays:
@@ -136,8 +137,8 @@ def readout_magnitude(
 ) -> Float64[np.ndarray, "*B H"] | Float64[np.ndarray, "*B H K"]:
     """M_R (Eq. 5): 2-norm of what the final query reads from each unit.
 
-    GDN: of S_h^T q_h. KDA: of the row S_{h,k} q_{h,k}, a channel's activity rather than its net share
-    of the sum. `query` is normalised and scaled as the recurrence uses it, one per value head.
+    GDN: of S_h^T q_h. KDA: of the row S_{h,k} q_{h,k}, a channel's activity rather than its net
+    share of the sum. `query` is normalised and scaled as the recurrence uses it, one a value head.
     """
     temporal, query = np.asarray(temporal, np.float64), np.asarray(query, np.float64)
     if kind == "kda":
@@ -146,9 +147,9 @@ def readout_magnitude(
 
 
 def spearman(x: Shaped[np.ndarray, "..."], y: Shaped[np.ndarray, "..."]) -> float:
-    """Spearman's rank correlation over all units of two equally shaped arrays; ties share their mean rank.
+    """Spearman's rank correlation over all units of two equally shaped arrays.
 
-    NaN when either side is constant: there is no order to compare.
+    Ties share their mean rank. NaN when either side is constant: there is no order to compare.
     """
     if x.shape != y.shape:
         raise ValueError(f"cannot correlate shapes {x.shape} and {y.shape}")

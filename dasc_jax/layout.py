@@ -1,8 +1,8 @@
 """How many bytes a state checkpoint takes on every tensor-parallel rank, and how many fit a budget.
 
-Sections 4.1 and 4.3, appendices B and C.1 of the DASC paper. *Padded* gives each layer as many rows as
-the widest one retains, *ragged* flat-packs the layers; the pools of this library are ragged. Attention
-caches are not counted: no checkpoint changes them.
+Sections 4.1 and 4.3, appendices B and C.1 of the DASC paper. *Padded* gives each layer as many rows
+as the widest one retains, *ragged* flat-packs the layers; the pools of this library are ragged.
+Attention caches are not counted: no checkpoint changes them.
 """
 
 import dataclasses
@@ -30,9 +30,10 @@ class Account:
     """The size of one checkpoint slot under a plan; all bytes are those of one rank.
 
     `bytes_per_rank` has one entry per rank, `bytes_per_slot` is its maximum (Eq. 8), made of
-    `temporal_bytes` (int8 scales included) and `conv_bytes`. Ratios are relative to dense float32 states:
-    `c_temp` (ragged) and `c_temp_padded` of the temporal part of the whole model (Eq. 6, appendix B),
-    `c_ckpt` of the complete checkpoint on the worst rank (Eq. 7). A ratio is infinite where nothing is kept.
+    `temporal_bytes` (int8 scales included) and `conv_bytes`. Ratios are relative to dense float32
+    states: `c_temp` (ragged) and `c_temp_padded` of the temporal part of the whole model (Eq. 6,
+    appendix B), infinite where nothing is kept; `c_ckpt` of the complete checkpoint on the worst
+    rank (Eq. 7). `layout_gain` is R_max over the mean r_l: ragged over padded.
     """
 
     bytes_per_rank: tuple[int, ...]
@@ -54,7 +55,7 @@ class Account:
         return self.dense_bytes_per_slot / self.bytes_per_slot
 
     def slots(self, budget_bytes: int) -> int:
-        """Checkpoints that `budget_bytes` per rank hold, N = floor(B / b) - 1 (Eq. 8): slot 0 is the sink."""
+        """Checkpoints that `budget_bytes` a rank hold: floor(B / b) - 1, less the sink (Eq. 8)."""
         return max(budget_bytes // self.bytes_per_slot - 1, 0)
 
 
@@ -67,9 +68,10 @@ def account(
 ) -> Account:
     """The account of one slot on `tp` ranks.
 
-    `off` gives rank r the units of heads [r H/tp, (r+1) H/tp) of every layer; `storage` and `hybrid` give
-    every rank C = ceil(sum_r U_r / tp) units (section 4.3). int8 adds one float32 scale for every
-    (layer, head, key channel) kept (appendix E.1). Convolution windows keep the model's dtype.
+    `off` gives rank r the units of heads [r H/tp, (r+1) H/tp) of every layer; `storage` and
+    `hybrid` give every rank C = ceil(sum_r U_r / tp) units (section 4.3). int8 adds one float32
+    scale for every (layer, head, key channel) kept (appendix E.1). Convolution windows keep the
+    model's dtype.
     Raises ValueError when `tp` does not divide the heads or the plan is not of this model.
     """
     _check(config, plan, tp, placement, quantization)
@@ -92,7 +94,7 @@ def account(
 
 
 def unit_bytes(config: ModelConfig, quantization: Quantization = None) -> int:
-    """Bytes of one retained unit: a row of V (KDA) or a block of K rows (GDN), with its int8 scales."""
+    """Bytes of a retained unit: a row of V (KDA) or K rows of it (GDN), with any int8 scales."""
     rows = 1 if config.delta.kind == "kda" else config.delta.key_dim
     if quantization == "int8":
         return rows * (config.delta.value_dim + SCALE_BYTES)
@@ -107,7 +109,9 @@ def conv_bytes(config: ModelConfig, tp: int = 1) -> int:
 
 def rank_units(plan: SelectionPlan, tp: int, placement: Placement) -> tuple[int, ...]:
     """U_r under `off`, else the common slot width C, for every rank: retained units it stores."""
-    per_head = np.sum([mask.reshape(mask.shape[0], -1).sum(axis=1) for mask in plan.retained], axis=0)
+    per_head = np.sum(
+        [mask.reshape(mask.shape[0], -1).sum(axis=1) for mask in plan.retained], axis=0
+    )
     owned = per_head.reshape(tp, -1).sum(axis=1)
     if placement == "off":
         return tuple(int(n) for n in owned)
@@ -120,7 +124,10 @@ def padded_shape(config: ModelConfig, plan: SelectionPlan, slots: int) -> tuple[
 
 
 def ragged_shape(config: ModelConfig, plan: SelectionPlan, slots: int) -> tuple[int, ...]:
-    """The pool of the ragged layout (Scheme 2), k-major: [slots, R, (K,) V]; `plan.offsets` delimits layers."""
+    """The pool of the ragged layout (Scheme 2), k-major: [slots, R, (K,) V].
+
+    `plan.offsets` delimits the layers.
+    """
     return (slots, plan.total, *_unit_shape(config))
 
 

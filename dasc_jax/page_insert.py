@@ -1,4 +1,10 @@
-"""What a request gives to the prefix cache: complete pages, and states at page boundaries."""
+"""What a request gives to the prefix cache: complete pages, and states at page boundaries.
+
+The trie prefers the more exact. A page that is there stays, and the request keeps its duplicate,
+unless the present one has the greater lineage and no lock at or below it. A state that is there
+stays unless its lineage is greater or its plan another, and no lock is on it. A partial last page
+never enters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,6 +63,11 @@ class _Path(NamedTuple):
     def known(self) -> int:
         return len(self.before)
 
+    def slots(self, places: set[int]) -> tuple[tuple[int, int], ...]:
+        """(depth, slot) of the states at some places of the path, shallowest first."""
+        found = [(place, self.nodes[place].state) for place in sorted(places)]
+        return tuple((PAGE * (place + 1), state.slot) for place, state in found if state)
+
 
 def insert(
     cache: PrefixCache,
@@ -72,22 +83,15 @@ def insert(
 ) -> tuple[PrefixCache, InsertResult]:
     """Gives the complete pages of a request, and its checkpoints, to the trie.
 
-    A partial last page is ignored. `tokens` are all tokens of the request whose KV is written, from
-    the first on; `pages` the page ids in the same order, matched ones included; `kv_lineage` the
-    lossy loads behind the private ones. `states` lists (depth, pending slot, lineage), all stored
-    under `plan_id`; each slot is used up: attached or freed. `skipped` are depths where a
-    checkpoint was due and no slot could be had. A present page stays unless it is less exact and no
-    lock is at or below it; a present state stays unless its lineage is greater or its plan another,
-    and no lock is on it.
-
-    Legal when the steps that write these pages and slots have been dispatched, at any number of
-    points in the life of a request. With `lock`, the lock moves down to the deepest page of the
-    request's own.
+    `tokens`: all of the request whose KV is written, from the first on; `pages`: their page ids,
+    matched ones included; `kv_lineage`: the lossy loads behind the private ones. `states`: (depth,
+    pending slot, lineage), stored under `plan_id`; each slot is used up, attached or freed.
+    `skipped`: depths where no slot could be had. `lock` moves down to the deepest own page. Legal
+    when the steps that write these pages and slots are dispatched, as often as one likes.
 
     Raises:
         ValueError: pages neither in place nor private, slots not pending, depths off the grid or
-            past the complete pages, a negative lineage, a lock that is not live or not on this
-            path.
+            past the complete pages, a negative lineage, a lock not live or not on this path.
     """
     keys = list(page_keys(tokens, namespace))
     _require_legal(cache, keys, pages, states, kv_lineage, lock, skipped)
@@ -100,11 +104,7 @@ def insert(
         duplicates=tuple(path.duplicates),
         freed_pages=tuple(path.replaced),
         freed_slots=tuple(freed),
-        attached=tuple(
-            (PAGE * (at + 1), node.state.slot)
-            for at, node in enumerate(path.nodes)
-            if at in attached and node.state
-        ),
+        attached=path.slots(attached),
         lock=lock,
     )
 

@@ -124,7 +124,7 @@ def _evict_pages(cache: PrefixCache, count: int) -> tuple[PrefixCache, Evicted]:
         key = recency.first
         node = nodes[key]
         recency = recency.discard(key)
-        climbing = not (node.children or node.holds)
+        climbing = not node.children
         while climbing:
             nodes = nodes.remove(key)
             pages.append(node.page)

@@ -83,10 +83,10 @@ class Counts(NamedTuple):
 class PrefixCache:
     """All host state of the prefix cache. Compare two with `==`: equal events give equal values.
 
-    `recency` orders the pages: every leaf that no lock holds is in it, beside inner nodes where a
-    use ended, which eviction skips. `frontier` and `superseded` hold exactly the unlocked states; a
-    state is superseded when, since its last use, a deeper one was attached below it with no branch
-    in between, so that only a request that departs between the two could still want it.
+    `recency` orders the pages: every leaf is in it unless a lock ends there, beside inner nodes
+    where a use ended, which eviction skips. `frontier` and `superseded` hold exactly the unlocked
+    states; a state is superseded when, since its last use, a deeper one was attached below it with
+    no branch in between, so that only a request that departs between the two could still want it.
     """
 
     pages: int
@@ -190,9 +190,7 @@ def unhold(nodes: HashTrieMap, key: bytes) -> tuple[HashTrieMap, int]:
 def require_live(cache: PrefixCache, lock: Lock) -> None:
     """Raises ValueError unless `lock` is the current value of a lock that was not released."""
     if cache.locks.get(lock.id) != lock:
-        raise ValueError(
-            f"{lock} is not live: the cache has {cache.locks.get(lock.id)} under its id"
-        )
+        raise ValueError(f"lock {lock.id} is not live: released, or replaced by a later value")
 
 
 def check(cache: PrefixCache) -> None:

@@ -1,8 +1,8 @@
 """Selection plans: which units of the recurrent state a prefix-cache checkpoint keeps.
 
-Section 4.1 of the DASC paper: a unit is *global* and kept iff its static horizon exceeds `w_max` tokens,
-otherwise it is *local* and left out. A plan is a host value made once, before serving; its `id` stands
-for it everywhere else.
+Section 4.1 of the DASC paper: a unit is *global* and kept iff its static horizon exceeds `w_max`
+tokens, otherwise it is *local* and left out. A plan is a host value made once, before serving; its
+`id` stands for it everywhere else.
 """
 
 import dataclasses
@@ -110,8 +110,9 @@ class SelectionPlan:
     @cached_property
     def id(self) -> str:
         """32 hex digits over the masks, w_max, eps, a, the window and the weight fingerprint."""
-        head = [self.kind, self.unit_shape, self.w_max, self.eps, self.a, self.window, self.fingerprint]
-        digest = hashlib.blake2b(json.dumps(head).encode(), digest_size=16)
+        numbers = (self.w_max, self.eps, self.a, self.window)
+        head = json.dumps([self.kind, self.unit_shape, *numbers, self.fingerprint])
+        digest = hashlib.blake2b(head.encode(), digest_size=16)
         for mask in self.retained:
             digest.update(np.packbits(mask).tobytes())
         return digest.hexdigest()
@@ -136,7 +137,9 @@ class SelectionPlan:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         with partial.open("wb") as file:
-            np.savez_compressed(file, head=np.array(json.dumps(head)), retained=np.stack(self.retained))
+            np.savez_compressed(
+                file, head=np.array(json.dumps(head)), retained=np.stack(self.retained)
+            )
         partial.replace(path)
 
 
@@ -145,8 +148,9 @@ def make_plan(
 ) -> SelectionPlan:
     """Keeps unit u iff H_s(u) > `w_max` tokens (section 4.1); 0 keeps all of them.
 
-    `h`: horizons of every recurrent layer ([H] or [H, K]) as `retention_horizons` gives them for this
-    `eps` and `a`. Raises HorizonError (unusable horizons) or PlanError (w_max not an integer >= 0).
+    `h`: horizons of every recurrent layer ([H] or [H, K]) as `retention_horizons` gives them for
+    this `eps` and `a`. Raises HorizonError (unusable horizons) or PlanError (w_max no integer >=
+    0).
     """
     layers = check_horizons(h)
     _check_w_max(w_max)
@@ -171,11 +175,11 @@ def random_plan(
 def load_plan(path: str | Path, h: Sequence[np.ndarray] | None = None) -> SelectionPlan:
     """Reads what `SelectionPlan.save` wrote.
 
-    With `h`, the horizons of the weights it will serve, a plan of other weights (or of another eps or a)
-    is refused. Raises PlanError for that, and for a file that is no intact plan.
+    With `h`, the horizons of the weights it will serve, a plan of other weights (or of another eps
+    or a) is refused. Raises PlanError for that, and for a file that is no intact plan.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             head, retained = json.loads(str(file["head"])), file["retained"]
         if head.pop("format") != _FORMAT or retained.dtype != bool or retained.ndim not in (2, 3):
             raise PlanError(f"{path} is not a plan of format {_FORMAT}")
@@ -210,14 +214,14 @@ def check_plan(plan: SelectionPlan, h: Sequence[np.ndarray], name: str = "plan")
 def refresh_window(
     h: Sequence[np.ndarray], retained: Sequence[Bool[np.ndarray, "H *K"]], w_max: int
 ) -> int:
-    """Tokens that refresh every local unit (Eq. 7's window, section 4.2); 0 when nothing is local.
+    """Tokens whose replay refreshes every local unit (section 4.2); 0 when nothing is local.
 
     The longest local horizon, rounded up to a power of two and clamped to [4, w_max].
     """
-    longest = max((float(x[~m].max()) for x, m in zip(h, retained, strict=True) if not m.all()), default=0)
-    if longest == 0:
+    local = np.concatenate([x[~mask] for x, mask in zip(h, retained, strict=True)])
+    if not local.size:
         return 0
-    return int(min(max(np.exp2(np.ceil(np.log2(longest))), MIN_WINDOW), w_max))
+    return int(min(max(np.exp2(np.ceil(np.log2(local.max()))), MIN_WINDOW), w_max))
 
 
 def _plan(
@@ -229,7 +233,7 @@ def _plan(
 
 
 def _fingerprint(h: Sequence[np.ndarray]) -> str:
-    """Hash of the horizons at float32: the last bit of a float64 may differ between two math libraries."""
+    """Hash of the horizons at float32: math libraries may differ in the last bit of a float64."""
     digest = hashlib.blake2b(digest_size=8)
     for x in h:
         digest.update(np.asarray(x, "<f4").tobytes())

@@ -1,28 +1,30 @@
 """Profiles of the two released models that the DASC paper measured, without their weights.
 
-The configurations are the released ones. The decay weights are *synthetic*: deterministic numbers of
-the real shapes, fitted to the statistics that the paper prints, so that plans, layouts and capacities
-can be studied (and tested against the paper) on a laptop. Nothing else about them is meaningful.
+The configurations are the released ones. The decay weights are *synthetic*: deterministic numbers
+of the real shapes, fitted to the statistics that the paper prints, so that plans, layouts and
+capacities can be studied (and tested against the paper) on a laptop. Nothing else about them is
+meaningful.
 
 Fitted, for both models: the pooled median and quartiles of alpha = exp(g) (section 3.3), the units
-retained at `w_max` 16 and 512 (from the compression ratios of section 5.3), and the units of the most
-loaded of 8 ranks at 16, 64, 128 and 512 (from the block counts of appendix C.2, read as
-floor(12032 / ceil(N_off / 0.85))). For Kimi also: 144 units past 512 tokens, 113 of them in one head;
-90.6 % of heads mixed at 16; a layer median of 0.360 retained.
+retained at `w_max` 16 and 512 (from the compression ratios of section 5.3), and the units of the
+most loaded of 8 ranks at 16, 64, 128 and 512 (from the block counts of appendix C.2, read as
+floor(12032 / ceil(N_off / 0.85))). For Kimi also: 144 units past 512 tokens, 113 of them in one
+head; 90.6 % of heads mixed at 16; a layer median of 0.360 retained, block 21 (0.374) nearest to it.
 
 One published number cannot be met: 4 blocks for Kimi at 512 would need N_off <= 2556, but with 144
-retained units in all even a single rank that holds all of them gives 2691 (12032 / 3166 = 3.8 blocks).
-The profile puts all 144 on one rank, which is as near as the paper's own 28.04x allows.
+retained units in all even a single rank that holds all of them gives 2691 (12032 / 3166 = 3.8
+blocks). The profile puts all 144 on one rank, which is as near as the paper's own 28.04x allows.
 
-Not fitted, because not published: the units retained at 64 and 128 in all (interpolated), which layers,
-heads and channels are slow, horizons past 1024 tokens, and A_log and dt_bias apart from their decay.
+Not fitted, because not published: the units retained at 64 and 128 in all (interpolated), which
+layers, heads and channels are slow, horizons past 1024 tokens, and A_log and dt_bias apart from
+their decay.
 """
 
 import dataclasses
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 
 from dasc_jax.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from dasc_jax.horizons import EPSILON, GATE_INPUT, decay, horizons
@@ -33,10 +35,11 @@ RANKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """Units with a horizon past each of THRESHOLDS, in all and on the most loaded rank, and alpha quantiles.
+    """Units past each of THRESHOLDS, in all and on the most loaded rank, and quantiles of alpha.
 
-    `alphas` are (fraction of units below, alpha); `layer_spread` and `head_spread` scale how much the
-    layers and heads differ, relative to the channels of one head; `longest_head` units past 512 share a head.
+    `alphas` are (fraction of units below, alpha). `layer_spread` and `head_spread` scale how much
+    layers and heads differ, relative to the channels of one head. `rank` of 8 is the loaded one;
+    `longest_head` units past 512 tokens share a head of it. `seed` shuffles.
     """
 
     totals: tuple[int, ...]
@@ -51,9 +54,9 @@ class _Fit:
 
 _FITS = {
     "kimi-linear-48b": _Fit(
-        totals=(144, 2680, 7900, 29360),
+        totals=(144, 2680, 7900, 29364),
         loaded_rank=(144, 735, 1790, 4430),
-        alphas=((0.0, 5e-4), (0.25, 0.170), (0.5, 0.471), (0.75, 0.774), (1.0, 0.9985)),
+        alphas=((0.0, 0.01), (0.25, 0.170), (0.5, 0.471), (0.75, 0.774), (1.0, 0.9985)),
         layer_spread=0.4,
         head_spread=1.65,
         rank=5,
@@ -73,15 +76,18 @@ _FITS = {
 PUBLISHED = tuple(_FITS)
 
 
-def published_profile(name: str) -> tuple[ModelConfig, list[np.ndarray]]:
-    """The released configuration of `name` (one of PUBLISHED) and horizons of its synthetic decay weights.
+def published_profile(
+    name: str, *, a: float = GATE_INPUT, eps: float = EPSILON
+) -> tuple[ModelConfig, list[Float64[np.ndarray, "H *K"]]]:
+    """The released configuration of `name`, and the horizons of its synthetic decay weights.
 
-    Horizons are float64 tokens at the paper's a and eps, one array per recurrent layer: [H, K] for
-    Kimi-Linear, [H] for Qwen3-Next. See the module docstring for what is fitted and what is not.
+    Horizons are float64 tokens at `a` and `eps`, one array per recurrent layer: [H, K] for
+    Kimi-Linear, [H] for Qwen3-Next. The module docstring says what is fitted and what is not.
+    Raises ValueError for a name that is not in PUBLISHED.
     """
     config = published_config(name)
     return config, [
-        horizons(decay(A_log, dt_bias, GATE_INPUT), EPSILON, layer)
+        horizons(decay(A_log, dt_bias, a), eps, layer)
         for layer, (A_log, dt_bias) in zip(
             config.recurrent_layers, published_decay_weights(name), strict=True
         )
@@ -113,8 +119,9 @@ def published_decay_weights(
 def _alphas(name: str) -> np.ndarray:
     """alpha of every unit, [L, H, K] (K = 1 for GDN).
 
-    The units of the loaded rank and those of the others are each put in the order of a score; then both
-    lists are dealt the sorted alphas, between every two thresholds in the proportion that the fit asks.
+    The units of the loaded rank and those of the others are each put in the order of a score; then
+    both lists are dealt the sorted alphas, between every two thresholds in the proportion that the
+    fit asks.
     """
     config, fit = published_config(name), _FITS[name]
     delta = config.delta
@@ -128,7 +135,9 @@ def _alphas(name: str) -> np.ndarray:
     loaded = np.zeros(shape, bool)
     width = shape[1] // RANKS
     loaded[:, fit.rank * width : (fit.rank + 1) * width] = True
-    ours, theirs = (np.flatnonzero(m)[np.argsort(-score[m], kind="stable")] for m in (loaded, ~loaded))
+    ours, theirs = (
+        np.flatnonzero(mask)[np.argsort(-score[mask], kind="stable")] for mask in (loaded, ~loaded)
+    )
     result = np.empty(score.size)
     bounds = zip((0, *fit.totals), (*fit.totals, score.size), strict=True)
     counts = np.diff((0, *fit.loaded_rank, ours.size))
@@ -144,7 +153,7 @@ def _alphas(name: str) -> np.ndarray:
 
 
 def _scores(shape: tuple[int, int, int], fit: _Fit) -> np.ndarray:
-    """How slow a unit is, up to order: a layer effect, a head effect, and the place within the head."""
+    """How slow a unit is, up to order: effects of layer and head, and the place within the head."""
     layers, heads, channels = shape
     layer = fit.layer_spread * _logit(_spread(fit.seed, layers))[:, None, None]
     head = fit.head_spread * _logit(_spread(fit.seed, layers * heads)).reshape(layers, heads, 1)
@@ -159,14 +168,15 @@ def _scores(shape: tuple[int, int, int], fit: _Fit) -> np.ndarray:
 
 def _quantiles(fit: _Fit, units: int) -> np.ndarray:
     """`units` alphas in descending order, with exactly `fit.totals` of them past each threshold."""
-    cuts = [(1 - n / units, EPSILON ** (1 / w)) for n, w in zip(fit.totals, THRESHOLDS, strict=True)]
+    totals = zip(fit.totals, THRESHOLDS, strict=True)
+    cuts = [(1 - n / units, EPSILON ** (1 / w)) for n, w in totals]
     fractions, alphas = zip(*sorted([*fit.alphas, *cuts]), strict=True)
     at = (np.arange(units)[::-1] + 0.5) / units
     return 1 / (1 + np.exp(-np.interp(at, fractions, _logit(np.array(alphas)))))
 
 
 def _spread(seed: int, *shape: int) -> np.ndarray:
-    """The midpoints of an even grid over (0, 1) along the last axis, shuffled the same on every machine.
+    """The midpoints of an even grid over (0, 1) along the last axis, shuffled alike on any machine.
 
     The order is that of splitmix64 hashes: numpy's own generators may change between versions.
     """

@@ -1,8 +1,10 @@
-"""Ops of hybrid linear-attention models over packed, ragged batches, with interchangeable implementations.
+"""Ops of hybrid linear-attention models over packed, ragged batches, with interchangeable
+implementations.
 
-`impl` is `"auto"`, `"mosaic"` (Pallas kernels on Hopper), `"xla"` or `"reference"` (token by token, the
-oracle). `N` segments are packed into `T` tokens by `cu_seqlens [N + 1]`; whatever the tokens past the last
-segment hold, NaN included, reaches no result. Everything recurrent is computed in float32.
+`impl` is `"auto"`, `"mosaic"` (Pallas kernels on Hopper), `"xla"` or `"reference"` (token by token,
+the oracle). `N` segments are packed into `T` tokens by `cu_seqlens [N + 1]`; whatever the tokens
+past the last segment hold, NaN included, reaches no result. Everything recurrent is computed in
+float32.
 """
 
 from pallas_kernels.chunks import (
@@ -11,7 +13,6 @@ from pallas_kernels.chunks import (
     SLOT,
     ZERO,
     ChunkTable,
-    DeltaOut,
     chunk_count,
     chunk_table,
 )
@@ -19,6 +20,7 @@ from pallas_kernels.conv import conv_windows, short_conv_step
 from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.gates import gdn_gate, kda_gate, l2norm
 from pallas_kernels.ops import delta_decode, delta_prefill, grouped_matmul, short_conv
+from pallas_kernels.walk import DeltaOut
 
 __all__ = [
     "CHUNK",

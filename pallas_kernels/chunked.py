@@ -1,13 +1,15 @@
-"""Chunked XLA form of the delta rule: the CPU path, the fallback of every GPU, and the form to train with.
+"""Chunked XLA form of the delta rule: for CPUs, for training, and the fallback of every GPU.
 
-With G the cumulative log decay inside a chunk (Kimi Linear, section 3; Gated DeltaNet, section 3.3):
+With G the cumulative log decay inside a chunk (Kimi Linear section 3, Gated DeltaNet section 3.3):
 
     A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (j < i);    P_ij likewise with q_i  (j <= i)
-    U = (I + A)^-1 (beta (V - (k exp G) S));    O = (q exp G) S + P U;    S <- exp(G_last) S + (k exp(G_last - G))^T U
+    U = (I + A)^-1 (beta (V - (k exp G) S));    O = (q exp G) S + P U
+    S <- diag(exp G_last) S + (k exp(G_last - G))^T U
 
-exp(-G) overflows and G_i - G_j cancels, so neither is formed: every exponent is summed afresh from the log
-decays of its own interval, all of one sign. KDA, whose decay differs by channel, does that pair by pair only
-inside blocks of 16 tokens; a pair in different blocks meets at the start of the later one.
+exp(-G) overflows and G_i - G_j cancels, so neither is formed: every exponent is summed afresh from
+the log decays of its own interval, all of one sign. KDA, whose decay differs by channel, does that
+pair by pair only inside blocks of 16 tokens; a pair in different blocks meets at the start of the
+later one.
 """
 
 import functools
@@ -16,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.chunks import CHUNK, ChunkTable, DeltaOut, Tokens, prepare, walk
+from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.reference import token_step
+from pallas_kernels.walk import DeltaOut, Tokens, prepare, walk
 
 BLOCK = 16
 LEAST_DECAY = -128.0
@@ -37,7 +40,7 @@ def prefill(
     keep: jax.Array | None,
     num_boundaries: int,
 ) -> DeltaOut:
-    """`delta_prefill`, 64 tokens at a time. Differentiable; the backward pass recomputes each chunk."""
+    """`delta_prefill`, 64 tokens at a time. The backward pass recomputes each chunk."""
     step = jax.checkpoint(_chunk, prevent_cse=False)
     return walk(step, (q, k, v, g, beta), initial, table, keep, num_boundaries)
 
@@ -65,7 +68,7 @@ def _chunk(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     q, k, v, g = (jnp.swapaxes(x, 0, 1) for x in tokens[:4])
     beta = tokens.beta.T[..., None]
     group = v.shape[0] // q.shape[0]
-    # A factor below exp(-128) is zero in float32 whatever else it is multiplied with; the bound admits g = -inf.
+    # exp(-128) is zero in float32, so the bound changes no result; 0 * -inf would, in the sums.
     g = jnp.maximum(g, LEAST_DECAY)
     pairs = _scalar_pairs if g.shape[-1] == 1 else _channel_pairs
     products = pairs(jnp.stack([q, k]), k, g, group)
@@ -85,7 +88,7 @@ def _indicator(condition: np.ndarray) -> np.ndarray:
 
 
 def _interval_decay(g: jax.Array) -> jax.Array:
-    """Decay from token j to token i >= j: g `[..., n, K]` -> exp(sum of g over (j, i]) `[..., n, n, K]`, else 0."""
+    """exp of the sum of g `[..., n, K]` over (j, i], `[..., n, n, K]`; zero where j > i."""
     rows = np.arange(g.shape[-2])
     causal = rows[:, None] >= rows
     after = jnp.where((rows[:, None] > rows)[..., None], g[..., :, None, :], 0.0)
@@ -94,13 +97,16 @@ def _interval_decay(g: jax.Array) -> jax.Array:
 
 
 def _scalar_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> jax.Array:
-    """GDN: `[2, H, i, j]` products of q_i and of k_i with the decayed k_j; the decay multiplies from outside."""
+    """GDN: products `[2, H, i, j]` of q_i and of k_i with k_j, decayed from j to i.
+
+    The decay is one number a head, so it multiplies the products of the key heads from outside.
+    """
     plain = _einsum("xhik,hjk->xhij", left, k)
     return jnp.repeat(plain, group, axis=1) * _interval_decay(g)[..., 0]
 
 
 def _channel_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> jax.Array:
-    """KDA: the same, with a decay of its own for every channel."""
+    """KDA: the same, where every channel decays on its own."""
     left, k = jnp.repeat(left, group, axis=1), jnp.repeat(k, group, axis=0)
     blocks = CHUNK // BLOCK
     heads, _, width = k.shape

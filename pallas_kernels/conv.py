@@ -1,11 +1,13 @@
-"""Short convolution: depthwise, causal, four taps, then silu, over packed segments with a carried window."""
+"""Short convolution: depthwise, causal, four taps, then silu; a window is carried between calls."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 
-def short_conv(u: jax.Array, weight: jax.Array, window: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+def short_conv(
+    u: jax.Array, weight: jax.Array, window: jax.Array, cu_seqlens: jax.Array
+) -> jax.Array:
     """`short_conv`, all tokens at once."""
     tokens = jnp.arange(u.shape[0], dtype=jnp.int32)
     segments = jnp.searchsorted(cu_seqlens[1:], tokens, side="right")
@@ -27,9 +29,11 @@ def conv_windows(
     segment: Int32[Array, "M"],
     end: Int32[Array, "M"],
 ) -> Float[Array, "M C 3"]:
-    """The last three raw inputs of `segment` before packed index `end`, oldest first, in the window's dtype.
+    """The last three raw inputs of `segment` before packed index `end`, oldest first, in the
+    window's dtype.
 
-    Inputs before the segment's first token come from its `window`, so an empty segment keeps its own.
+    Inputs before the segment's first token come from its `window`, so an empty segment keeps its
+    own.
     """
     index = end[:, None] + jnp.arange(-3, 0, dtype=jnp.int32)
     position = index - cu_seqlens[segment][:, None]

@@ -9,10 +9,11 @@ IMPLEMENTATIONS = ("auto", "mosaic", "xla", "reference")
 
 
 class Implementation(NamedTuple):
-    """One way to compute an op. `refuses(*args)` returns why it cannot take these arguments, or None.
+    """One way to compute an op. `refuses(*args)` returns why it cannot take these arguments, or
+    None.
 
-    It is the implementation's own list of what it was built and tested for, so what it does not know it
-    refuses. `run(*args)` is called with exactly the arguments that it accepted.
+    It is the implementation's own list of what it was built and tested for, so what it does not
+    know it refuses. `run(*args)` is called with exactly the arguments that it accepted.
     """
 
     name: str
@@ -35,10 +36,13 @@ class Op(NamedTuple):
             NotImplementedError: the op has no such implementation, or it refuses these arguments.
         """
         if impl not in IMPLEMENTATIONS:
-            raise ValueError(f"{self.name}: unknown impl {impl!r}; one of {', '.join(IMPLEMENTATIONS)}")
+            raise ValueError(
+                f"{self.name}: unknown impl {impl!r}; one of {', '.join(IMPLEMENTATIONS)}"
+            )
         if impl == "mosaic" and jax.default_backend() != "gpu":
             raise RuntimeError(
-                f"{self.name}: impl='mosaic' needs an NVIDIA GPU; JAX runs on {jax.default_backend()}"
+                f"{self.name}: impl='mosaic' needs an NVIDIA GPU; "
+                f"JAX runs on {jax.default_backend()}"
             )
         reasons = []
         for one in self.implementations:

@@ -1,11 +1,13 @@
-"""The ops that have several implementations: one typed signature each, one list of implementations each."""
+"""The ops that have several implementations: for each, one typed signature and one list of them."""
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import chunked, conv, grouped_matmul as grouped, reference
-from pallas_kernels.chunks import ChunkTable, DeltaOut
+from pallas_kernels import chunked, conv, reference
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.chunks import ChunkTable
 from pallas_kernels.dispatch import Implementation, Op, anything
+from pallas_kernels.walk import DeltaOut
 
 _DELTA_PREFILL = Op(
     "delta_prefill",
@@ -54,13 +56,14 @@ def delta_prefill(
 
         S' = diag(exp g) S;   u = beta (v - S'^T k);   S = S' + k u^T;   o = S^T q
 
-    q and k are raw: they are l2-normalised inside and q is scaled by K**-0.5. Value head j uses key head
-    `j // (H // Hk)`. g <= 0 is the natural log decay, -inf included. Any float dtype; computed in float32.
-    `keep` marks the units that segments of mode MERGE take from `initial`; without it they take all of them.
+    q and k are raw: they are l2-normalised inside and q is scaled by K**-0.5. Value head j uses key
+    head `j // (H // Hk)`. g <= 0 is the natural log decay, -inf included. Any float dtype; computed
+    in float32. `keep` marks the units that segments of mode MERGE take from `initial`; without it
+    they take all of them.
 
     Returns o `[T, H, V]` (zeros in padding tokens), final `[N, H, K, V]` and boundary
-    `[num_boundaries, H, K, V]`, all float32. The final state of an empty segment is what it started from,
-    bit for bit; rows of `boundary` that the table does not ask for are zeros.
+    `[num_boundaries, H, K, V]`, all float32. The final state of an empty segment is what it started
+    from, bit for bit; rows of `boundary` that the table does not ask for are zeros.
 
     Raises:
         ValueError: unknown `impl`, heads that do not divide, or g of neither shape.
@@ -84,8 +87,8 @@ def delta_decode(
 ) -> tuple[Float32[Array, "L S H K V"], Float32[Array, "B H V"]]:
     """One token of each request, its state in `pool[layer, slots]`: (pool, o). See `delta_prefill`.
 
-    Slots other than 0 are distinct. Rows of slot 0 are padding: o is zero there and the slot stays as it was.
-    Donate the pool, and it is updated in place.
+    Slots other than 0 are distinct. Rows of slot 0 are padding: o is zero there and the slot stays
+    as it was. Donate the pool, and it is updated in place.
     """
     _check_heads(q, v, g)
     return _DELTA_DECODE(impl, q, k, v, g, beta, pool, slots, layer)

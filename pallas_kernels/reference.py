@@ -8,11 +8,12 @@ Per head, with S `[K, V]` and log decay g (DASC Eq. 1; read after write, decay b
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunks import ChunkTable, DeltaOut, Tokens, prepare, walk
+from pallas_kernels.chunks import ChunkTable
+from pallas_kernels.walk import DeltaOut, Tokens, prepare, walk
 
 
 def token_step(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
-    """One token (`Tokens` without its leading axis) of all heads: state `[H, K, V]` -> (state, o `[H, V]`)."""
+    """One token, `Tokens` without its leading axis: state `[H, K, V]` -> (state, o `[H, V]`)."""
     group = token.v.shape[0] // token.q.shape[0]
     q, k = (jnp.repeat(x, group, axis=0)[:, None, :] for x in (token.q, token.k))
     state = jnp.exp(token.g)[..., None] * state
@@ -36,7 +37,7 @@ def prefill(
     keep: jax.Array | None,
     num_boundaries: int,
 ) -> DeltaOut:
-    """`delta_prefill`, one token after the other. Rows without a token have g = beta = 0 and are inert."""
+    """`delta_prefill`, one token after the other. Rows without a token are inert: g = beta = 0."""
 
     def step(state, tokens):
         return jax.lax.scan(token_step, state, tokens)
@@ -66,7 +67,9 @@ def decode(
     return jax.lax.scan(step, pool, (slots, prepare(q, k, v, g, beta)))
 
 
-def short_conv(u: jax.Array, weight: jax.Array, window: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
+def short_conv(
+    u: jax.Array, weight: jax.Array, window: jax.Array, cu_seqlens: jax.Array
+) -> jax.Array:
     """`short_conv`, one token after the other with the window `[C, 3]` carried."""
     tokens = jnp.arange(u.shape[0], dtype=jnp.int32)
     segments = jnp.searchsorted(cu_seqlens[1:], tokens, side="right").astype(jnp.int32)
@@ -91,7 +94,10 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     def row(item):
         values, group = item
         y = jnp.matmul(
-            values, jnp.take(w, group, axis=0, mode="clip"), precision="highest", preferred_element_type=jnp.float32
+            values,
+            jnp.take(w, group, axis=0, mode="clip"),
+            precision="highest",
+            preferred_element_type=jnp.float32,
         )
         return jnp.where(group < w.shape[0], y, 0.0).astype(x.dtype)
 

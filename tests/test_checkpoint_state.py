@@ -1,4 +1,4 @@
-"""Properties of packed checkpoints: exactness, zeros, int8 against numpy, slots, memory, replay spans."""
+"""Properties of packed checkpoints: exactness, zeros, int8 against numpy, slots, memory, replay."""
 
 import functools
 
@@ -67,7 +67,11 @@ def bits(array):
 
 ALL_PLANS = pytest.mark.parametrize(
     ("kind", "pattern"),
-    [(kind, pattern) for kind in ("kda", "gdn") for pattern in ("mixed", "one_layer", "none", "all")],
+    [
+        (kind, pattern)
+        for kind in ("kda", "gdn")
+        for pattern in ("mixed", "one_layer", "none", "all")
+    ],
 )
 
 
@@ -162,7 +166,9 @@ def test_store_then_load_equals_unpack_of_pack_at_every_slot(kind, pattern, quan
 @ALL_PLANS
 def test_slot_0_swallows_padding_and_loads_as_zeros(kind, pattern):
     plan, config, state = plan_of(kind, pattern), config_of(kind), state_of(4)
-    garbage = RecurrentState(state.temporal.at[:, 1:3].set(jnp.nan), state.conv.at[:, 1:3].set(jnp.nan))
+    garbage = RecurrentState(
+        state.temporal.at[:, 1:3].set(jnp.nan), state.conv.at[:, 1:3].set(jnp.nan)
+    )
     pool = store(plan, init_pool(plan, config, 4), jnp.array([2, 0, 0, 3]), *garbage)
     temporal, conv = load(plan, pool, jnp.array([0, 2, 3, 0]))
     assert not bits(temporal[:, 0]).any() and not bits(conv[:, 0]).any()
@@ -175,8 +181,9 @@ def test_store_leaves_other_slots_untouched():
     plan, config = plan_of("kda", "mixed"), config_of("kda")
     pool = store(plan, init_pool(plan, config, 5), jnp.array([1, 2]), *state_of(2, seed=1))
     after = store(plan, pool, jnp.array([2]), *state_of(1, seed=2))
+    others = jnp.array([0, 1, 3, 4])
     for old, new in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(bits(old[jnp.array([0, 1, 3, 4])]), bits(new[jnp.array([0, 1, 3, 4])]))
+        np.testing.assert_array_equal(bits(old[others]), bits(new[others]))
         assert (bits(old[2]) != bits(new[2])).any()
 
 

@@ -43,7 +43,9 @@ class Device:
             conv_dtype=dtype,
         )
         self.memory = Memory(state, pool)
-        self.keep = np.stack([plan.mask(layer) for layer in range(len(plan.retained))])
+        self.keep = np.stack(
+            [plan.mask(at, model.config.delta.key_dim) for at in range(plan.layers)]
+        )
         self.prefill_buckets = prefill_buckets(config)
         self.decode_buckets = decode_buckets(config)
         self.executables = Executables(config.strict_compile)

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -29,8 +30,8 @@ def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) ->
     if config.checkpoint_bytes is None:
         wanted = config.checkpoint_slots
         return 4 * config.max_running if wanted is None else wanted
-    quantization = config.dasc.quantization
-    acc = account(model.config, plan, tp=1, quantization=quantization, conv_dtype=model.dtype)
+    stored = replace(model.config, dtype=model.dtype)
+    acc = account(stored, plan, tp=1, quantization=config.dasc.quantization)
     slots = acc.slots(config.checkpoint_bytes)
     if slots < 1:
         raise ValueError(

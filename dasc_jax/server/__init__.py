@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI-compatible completions and chat over an engine, with its cache made visible."""
+"""The HTTP server: OpenAI-compatible completions and chat over an engine, cache made visible."""
 
 from dasc_jax.server.app import create_app
 from dasc_jax.server.bridge import ServingEngine

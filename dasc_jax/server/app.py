@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's `/v1` endpoints, health, metrics and the cache flush, over one engine."""
+"""The HTTP application over one engine: OpenAI's `/v1`, health, metrics and the cache flush."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,6 +25,8 @@ from dasc_jax.server.responses import ResponseForm, encode, joined
 
 CLIENT_CLOSED = 499
 """Status of a response that nobody reads."""
+
+EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 def create_app(engine: ServingEngine, model_name: str) -> Starlette:
@@ -49,6 +51,7 @@ def create_app(engine: ServingEngine, model_name: str) -> Starlette:
         exception_handlers={
             ApiError: service.refuse,
             HTTPException: service.refuse_http,
+            ClientDisconnect: service.forget,
             Exception: service.refuse_fault,
         },
         lifespan=service.lifespan,
@@ -118,11 +121,9 @@ class Service:
 
     async def flush_cache(self, request: Request) -> Response:
         """POST (or GET) /flush_cache: 409, with nothing done, while requests run."""
-        try:
-            flushed = await asyncio.to_thread(self._engine.flush_cache)
-        except RuntimeError as error:
-            raise ApiError(str(error), status=503, code="engine_stopped") from error
-        if not flushed:
+        if not self._engine.alive:
+            raise ApiError("the engine has stopped", status=503, code="engine_stopped")
+        if not await asyncio.to_thread(self._engine.flush_cache):
             raise ApiError("requests are running; nothing was flushed", status=409, code="busy")
         return JSONResponse({"status": "flushed"})
 
@@ -139,6 +140,10 @@ class Service:
         response = await self.refuse(request, ApiError(reason, status=error.status_code))
         response.headers.update(error.headers or {})
         return response
+
+    async def forget(self, request: Request, error: Exception) -> Response:
+        """The client left before its request was complete: nobody reads the response."""
+        return Response(status_code=CLIENT_CLOSED)
 
     async def refuse_fault(self, request: Request, error: Exception) -> Response:
         """A fault of ours: the log has the trace, the client its kind."""
@@ -193,9 +198,7 @@ class EventStream(Response):
 
     def __init__(self, generation: Generation, lines: AsyncIterator[str]) -> None:
         self.status_code, self.background = 200, None
-        self.init_headers(
-            {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        )
+        self.init_headers(EVENT_HEADERS)
         self._generation, self._lines = generation, lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,7 +216,7 @@ class EventStream(Response):
 async def _deltas(
     generation: Generation, choices: list[Choice]
 ) -> AsyncIterator[tuple[int, Delta]]:
-    """What each choice gains, until all have ended; ends in the engine what a stop string has ended."""
+    """What each choice gains until all have ended; a stop string ends its request in the engine."""
     async for index, event in generation.events():
         delta = choices[index].push(event)
         if choices[index].stopped:

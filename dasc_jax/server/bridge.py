@@ -1,15 +1,15 @@
 """Between the event loop of the server and the thread of the engine.
 
-Every request that enters the engine leaves it: it ends by itself, or `close` aborts it, whatever happens to the
-call that wanted it.
+Every request that enters the engine leaves it: it ends by itself, or `close` aborts it, whatever
+happens to the call that wanted it.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from starlette.types import Receive
 
@@ -23,12 +23,14 @@ ALIVE_SECONDS = 0.5
 """How often a call that hears nothing asks whether the engine still runs."""
 
 
+@runtime_checkable
 class ServingEngine(Protocol):
-    """What the server needs of an engine. All of it is called from other threads than the engine's own.
+    """What the server needs of an engine; all of it is called from threads of the server.
 
-    `submit` returns at once; it raises ValueError for a request that can never run and RuntimeError when the
-    engine has stopped. `abort` takes the id of any request, waiting, running or long gone. `alive` is false once
-    the thread has ended. `flush_cache` returns False, having done nothing, while requests run.
+    `submit` returns at once; it raises ValueError for a request that can never run and RuntimeError
+    when the engine has stopped. `abort` takes the id of any request, waiting, running or long gone.
+    `alive` is false once the thread has ended. `flush_cache` returns False, having done nothing,
+    while requests run.
     """
 
     model: Any
@@ -75,7 +77,7 @@ class OpenCalls:
         self.metrics.finished(result, reason)
         report = result.report
         logger.info(
-            "%s %s: prompt %d, cached %d (%s, %s), generated %d, first token after %.1f ms, all in %.1f ms",
+            "%s %s: prompt %d, cached %d (%s, %s), generated %d, ttft %.1f ms, latency %.1f ms",
             result.id,
             reason,
             result.prompt_tokens,

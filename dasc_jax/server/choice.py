@@ -8,7 +8,7 @@ from dasc_jax.server.protocol import Call, ServedModel
 
 
 class TokenLogprob(NamedTuple):
-    """A generated token, its log-probability, those of the likeliest tokens, and where its text begins."""
+    """A generated token with its log-probability, the likeliest ones, and where its text begins."""
 
     token: int
     logprob: float
@@ -29,8 +29,8 @@ class Delta(NamedTuple):
 class Choice:
     """The state of one choice: its text so far is all that was put out plus what is held back.
 
-    Text is held back while a UTF-8 character or a stop string may still be incomplete; its tokens wait
-    with it. A token that ends the request (end of text, `stop_token_ids`) adds no text.
+    Text is held back while a UTF-8 character or a stop string may still be incomplete; its tokens
+    wait with it. A token that ends the request (end of text, `stop_token_ids`) adds no text.
     """
 
     def __init__(self, call: Call, index: int, model: ServedModel) -> None:

@@ -1,18 +1,19 @@
-"""Text out of tokens, piece by piece: never half a character, never the beginning of a stop string."""
+"""Text out of tokens, piece by piece: no half characters, no beginnings of stop strings."""
 
 from typing import Any
 
 REPLACEMENT = "\ufffd"
 MOST_PENDING = 3
-"""Bytes of a UTF-8 character that may have come without its last one, each decoded as U+FFFD at worst."""
+"""Bytes that may wait for the last one of their UTF-8 character, each U+FFFD at worst."""
 LONG_WINDOW = 32
 
 
 class Detokenizer:
-    """The text of a growing token sequence; the pieces joined equal the decode of all tokens at once.
+    """The text of a growing token sequence; its pieces join to the decode of all tokens at once.
 
-    Only a window of the last tokens is decoded again for each new one. It begins at a token after which the
-    text was complete, and keeps the piece before as context, for decoders that treat a first token specially.
+    Only a window of the last tokens is decoded again for each new one. It begins at a token after
+    which the text was complete, and keeps the piece before as context, for decoders that treat a
+    first token specially.
 
     Args:
         tokenizer: has `decode(ids, skip_special_tokens=...) -> str`; None decodes everything to "".
@@ -63,7 +64,7 @@ class Detokenizer:
         self._emitted = len(self._decode(self._window[: self._context]))
 
     def _split(self, text: str) -> None:
-        """Cut a window that invalid bytes keep open, where its two sides decode as they do together."""
+        """Cut a window that invalid bytes keep open, if its halves decode as they do together."""
         half = len(self._window) // 2
         before, after = self._decode(self._window[:half]), self._decode(self._window[half:])
         if after and before + after == text and len(before) <= self._emitted:
@@ -72,7 +73,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that arrives in pieces before the first of `stops` to be complete, wherever pieces end.
+    """Cuts a text before the first of `stops` to be complete, wherever its pieces end.
 
     `found` turns true with the cut; from then on everything is dropped.
     """

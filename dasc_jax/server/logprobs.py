@@ -11,7 +11,7 @@ LOWEST = -9999.0
 
 
 def token_text(token: int, tokenizer: Any | None) -> str:
-    """A token as text; `token_id:N` where it is no whole text by itself, or where there is no tokenizer."""
+    """A token as text; `token_id:N` where it is no text by itself, or without a tokenizer."""
     text = "" if tokenizer is None else tokenizer.decode([token])
     return f"token_id:{token}" if not text or REPLACEMENT in text else text
 
@@ -19,7 +19,7 @@ def token_text(token: int, tokenizer: Any | None) -> str:
 def completion_logprobs(
     entries: Sequence[TokenLogprob], count: int, tokenizer: Any | None
 ) -> dict[str, list[Any]]:
-    """The form of `/v1/completions`; `count` likeliest tokens at each position, and the one generated."""
+    """The form of `/v1/completions`: each position's `count` likeliest tokens and its own."""
     return {
         "tokens": [token_text(entry.token, tokenizer) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
@@ -40,7 +40,7 @@ def _by_text(entry: TokenLogprob, count: int, tokenizer: Any | None) -> dict[str
 def chat_logprobs(
     entries: Sequence[TokenLogprob], count: int, tokenizer: Any | None
 ) -> dict[str, Any]:
-    """The form of `/v1/chat/completions`; `count` likeliest tokens at each position."""
+    """The form of `/v1/chat/completions`: each position's `count` likeliest tokens."""
     content = []
     for entry in entries:
         item = _chat_item(entry.token, entry.logprob, tokenizer)

@@ -1,7 +1,7 @@
 """Prometheus metrics of one server: what its requests saw, and what the engine says of itself.
 
-Names: `dasc_request_*` are counted here, one request at a time; every other `dasc_<key>` is a gauge read from
-`engine.stats()` when Prometheus asks.
+Names: `dasc_request_*` are counted here, one request at a time; every other `dasc_<key>` is a gauge
+read from `engine.stats()` when Prometheus asks.
 """
 
 import math
@@ -15,22 +15,7 @@ from prometheus_client.registry import Collector
 
 from dasc_jax.engine.request import RequestResult
 
-FIRST_TOKEN = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.16,
-    0.32,
-    0.64,
-    1.28,
-    2.56,
-    5.12,
-    10.24,
-    20.48,
-    40.96,
-)
+FIRST_TOKEN = tuple(0.005 * 2**power for power in range(14))
 BETWEEN_TOKENS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
 WHOLE_REQUEST = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -46,8 +31,8 @@ class EngineStats(Collector):
     """Every number of `stats()` as a gauge `dasc_<key>`, and `dasc_engine_up`.
 
     Args:
-        stats: the engine's statistics; raises RuntimeError once the engine has stopped.
-        alive: whether its thread runs.
+        stats: the engine's statistics.
+        alive: whether its thread runs; `stats` is asked only then.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, float]], alive: Callable[[], bool]) -> None:
@@ -57,11 +42,7 @@ class EngineStats(Collector):
         """One gauge a key; after the engine's end only `dasc_engine_up`, at 0."""
         up = self._alive()
         yield GaugeMetricFamily("dasc_engine_up", "1 while the engine's thread runs.", value=up)
-        try:
-            values = self._stats() if up else {}
-        except RuntimeError:
-            return
-        for key, value in values.items():
+        for key, value in (self._stats() if up else {}).items():
             name = "dasc_" + re.sub(r"\W", "_", key, flags=re.ASCII)
             yield GaugeMetricFamily(name, f"{key.replace('_', ' ')} (of the engine).", value=value)
 

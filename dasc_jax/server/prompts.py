@@ -109,7 +109,7 @@ def _content(fields: Fields, path: str) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str) or not encodable(text):
             raise ApiError(
-                f'{path}.content[{i}] is {show(part)}; only {{"type": "text", "text": "..."}} is read',
+                f"{path}.content[{i}] is {show(part)}; only text parts are read",
                 param="messages",
             )
         texts.append(text)

@@ -180,7 +180,7 @@ def _call(
 
 
 def _output_limit(prompt: int, limits: tuple[int | None, int], context: int) -> int:
-    """Tokens a request may generate; refuses a prompt, or an explicit limit, that the context cannot hold."""
+    """Tokens a request may generate; refuses what the context cannot hold."""
     if prompt == 0:
         raise ApiError("the prompt has no tokens", param="prompt")
     wanted, default = limits
@@ -223,9 +223,7 @@ def _stops(fields: Fields, model: ServedModel) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     fine = isinstance(stops, list) and all(isinstance(s, str) and s and encodable(s) for s in stops)
     if not fine or len(stops) > MOST_STOPS:
-        raise fields.refuse(
-            "stop", f"a string or an array of at most {MOST_STOPS}, none of them empty"
-        )
+        raise fields.refuse("stop", f"a string or an array of at most {MOST_STOPS}, none empty")
     if stops and model.tokenizer is None:
         raise ApiError("stop strings need a tokenizer; use stop_token_ids", param="stop")
     return tuple(stops)

@@ -1,7 +1,7 @@
 """Bodies of responses and chunks of streams, in the form of the OpenAI API with our extensions.
 
-Extensions: `token_ids` and, once it has ended, `dasc` in every choice; `dasc` in the body (of the first
-choice) and in the chunk that ends a choice.
+Extensions: `token_ids` and, once it has ended, `dasc` in every choice; `dasc` in the body (of the
+first choice) and in the chunk that ends a choice.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def encode(value: Any, ascii_only: bool = False) -> str:
 
 
 def dasc_object(result: RequestResult) -> dict[str, Any]:
-    """What the prefix cache did for a request, with seconds to the first token as the engine saw them."""
+    """What the prefix cache did for a request, and the seconds to its first token."""
     return {**dataclasses.asdict(result.report), "ttft": result.ttft if result.tokens else None}
 
 
@@ -50,10 +50,8 @@ class ResponseForm:
         """A chunk of a stream with what one choice gained."""
         content: dict[str, Any] = {"text": delta.text}
         if self._chat:
-            first = {} if index in self._begun else {"role": "assistant"}
-            content = {
-                "delta": {**first, **({"content": delta.text} if delta.text or first else {})}
-            }
+            begin = {} if index in self._begun else {"role": "assistant", "content": ""}
+            content = {"delta": {**begin, **({"content": delta.text} if delta.text else {})}}
         self._begun.add(index)
         choice = self._choice(index, content, delta)
         extra: dict[str, Any] = {"usage": None} if self._call.include_usage else {}
@@ -69,7 +67,7 @@ class ResponseForm:
         return {**self._head(self._chunk_kind), "choices": [], **extra}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Token counts: a prompt counts once however many choices it has, with its first one's hit."""
+        """Token counts: a prompt counts once, with the hit of its first choice."""
         results = [choice.result for choice in choices[:: self._call.samples] if choice.result]
         prompt = sum(result.prompt_tokens for result in results)
         completion = sum(choice.generated for choice in choices)

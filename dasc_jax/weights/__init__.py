@@ -1,4 +1,5 @@
-"""Checkpoints on disk to parameters on devices, and back; see `restore`, `native`, `convert`, `names`."""
+"""Checkpoints on disk to parameters on devices, and back; see `restore`, `native`, `convert`,
+`names`."""
 
 from dasc_jax.weights.audit import Manifest, WeightError, audit
 from dasc_jax.weights.native import save_native

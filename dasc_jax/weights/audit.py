@@ -29,7 +29,8 @@ FLOATS = {
 class WeightError(ValueError):
     """A checkpoint that does not hold exactly the weights its configuration needs.
 
-    `missing`, `extra` and `misshapen` list tensor (or parameter) names; the message lists all of them.
+    `missing`, `extra` and `misshapen` list tensor (or parameter) names; the message lists all of
+    them.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class WeightError(ValueError):
 
 
 class Tensor(NamedTuple):
-    """A tensor as a header declares it; `kind` is the header's data type, `nbytes` its length there."""
+    """A tensor as a header declares it; `kind` is the header's data type, `nbytes` its length
+    there."""
 
     file: Path
     shape: tuple[int, ...]
@@ -75,10 +77,11 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_headers(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint directory: a single `model.safetensors`, or shards with an index.
+    """Every tensor of the checkpoint directory: a single `model.safetensors`, or shards with an
+    index.
 
-    Raises WeightError when a shard of the index is absent, shorter than its header says, or holds other
-    tensors than the index promises.
+    Raises WeightError when a shard of the index is absent, shorter than its header says, or holds
+    other tensors than the index promises.
     """
     index_file = path / "model.safetensors.index.json"
     if not index_file.is_file():
@@ -96,7 +99,8 @@ def read_headers(path: Path) -> dict[str, Tensor]:
     if placed != promised:
         moved = [name for name in placed if name in promised and placed[name] != promised[name]]
         raise WeightError(
-            f"{index_file} disagrees with the shards in {path}" + "".join(f"; {n} moved" for n in moved),
+            f"{index_file} disagrees with the shards in {path}"
+            + "".join(f"; {n} moved" for n in moved),
             missing=tuple(sorted(promised.keys() - placed.keys())),
             extra=tuple(sorted(placed.keys() - promised.keys())),
         )
@@ -108,7 +112,9 @@ def _merged(files: list[Path]) -> dict[str, Tensor]:
     for file in files:
         for name, tensor in _header(file).items():
             if name in tensors:
-                raise WeightError(f"{name} is in both {tensors[name].file} and {file}", extra=(name,))
+                raise WeightError(
+                    f"{name} is in both {tensors[name].file} and {file}", extra=(name,)
+                )
             tensors[name] = tensor
     return tensors
 
@@ -129,7 +135,10 @@ def _header(file: Path) -> dict[str, Tensor]:
         raise WeightError(f"{file} is truncated: {size} bytes, its header declares {needed}")
     return {
         name: Tensor(
-            file, tuple(entry["shape"]), entry["dtype"], entry["data_offsets"][1] - entry["data_offsets"][0]
+            file,
+            tuple(entry["shape"]),
+            entry["dtype"],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
         )
         for name, entry in header.items()
     }
@@ -154,7 +163,7 @@ def audit(path: str | Path, config: ModelConfig, dtype: str) -> Manifest:
     )
     if missing or extra or misshapen:
         raise WeightError(
-            f"{path} does not match its configuration ({config.family}, {config.num_layers} layers)",
+            f"{path} does not match its config ({config.family}, {config.num_layers} layers)",
             missing=missing,
             extra=extra,
             misshapen=misshapen,
@@ -175,7 +184,7 @@ def _complaint(name: str, tensor: Tensor, shapes: tuple[tuple[int, ...], ...]) -
 
 
 def _ordered(table: tuple[Piece, ...], tensors: dict[str, Tensor]) -> tuple[Piece, ...]:
-    """Layer order, but the largest tensors (embedding, head) first: while one is read it is held more than
-    once, which should happen before the rest of the model fills the memory."""
+    """Layer order, but the largest tensors (embedding, head) first: while one is read it is held
+    more than once, which should happen before the rest of the model fills the memory."""
     largest = max(tensors[piece.tensor].nbytes for piece in table)
     return tuple(sorted(table, key=lambda piece: 2 * tensors[piece.tensor].nbytes < largest))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dasc_jax.config import MLAConfig, ModelConfig
+from dasc_jax.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 
 SKIPPED_PREFIX = "mtp."
 """Multi-token-prediction heads: released with Qwen3-Next, used by nothing here."""
@@ -33,8 +33,9 @@ class Piece(NamedTuple):
 def pieces(config: ModelConfig, present: Container[str]) -> Iterator[Piece]:
     """The table for `config`, in layer order.
 
-    `present` holds the tensor names of the checkpoint: where two spellings or two layouts are accepted,
-    the one that is there is chosen, else the released one (so that an audit reports it missing).
+    `present` holds the tensor names of the checkpoint: where two spellings or two layouts are
+    accepted, the one that is there is chosen, else the released one (so that an audit reports it
+    missing).
     """
     dim, vocab = config.hidden_size, config.vocab_size
     yield Piece("embed.weight", "model.embed_tokens.weight", ((vocab, dim),), _same)
@@ -56,7 +57,9 @@ def pieces(config: ModelConfig, present: Container[str]) -> Iterator[Piece]:
 
 def skipped(config: ModelConfig, name: str) -> bool:
     """Whether a tensor of the checkpoint is left unread on purpose."""
-    return name.startswith(SKIPPED_PREFIX) or (config.tie_word_embeddings and name == "lm_head.weight")
+    return name.startswith(SKIPPED_PREFIX) or (
+        config.tie_word_embeddings and name == "lm_head.weight"
+    )
 
 
 def _same(x: np.ndarray) -> np.ndarray:
@@ -76,7 +79,8 @@ def _squeezed(x: np.ndarray) -> np.ndarray:
 
 
 def _group_rows(x: np.ndarray, *, groups: int, start: int, stop: int) -> np.ndarray:
-    """Rows start..stop of each of `groups` equal runs of rows, as `[groups, stop - start, columns]`."""
+    """Rows start..stop of each of `groups` equal runs of rows, as `[groups, stop - start,
+    columns]`."""
     return x.reshape(groups, -1, x.shape[-1])[:, start:stop]
 
 
@@ -108,6 +112,7 @@ def _decay(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
 def _kda(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
     delta, dim, there = config.delta, config.hidden_size, there + "self_attn."
     heads, rank = delta.num_value_heads, delta.gate_rank
+    assert rank is not None
     keys, values = heads * delta.key_dim, heads * delta.value_dim
     row = 0
     for name, width in (("q", keys), ("k", keys), ("v", values)):
@@ -127,8 +132,8 @@ def _kda(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
 
 
 def _gdn(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
-    """GDN projections come interleaved by key head: a group of rows holds q, k, v, z (and b, a) of one
-    key head and of the value heads that it serves."""
+    """GDN projections come interleaved by key head: a group of rows holds q, k, v, z (and b, a) of
+    one key head and of the value heads that it serves."""
     delta, dim, there = config.delta, config.hidden_size, there + "linear_attn."
     groups, ratio = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
     key, value = delta.key_dim, ratio * delta.value_dim
@@ -157,8 +162,11 @@ def _gdn(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
 
 def _mla(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
     attn, dim, there = config.attention, config.hidden_size, there + "self_attn."
+    assert isinstance(attn, MLAConfig)
     heads, nope, value, latent = attn.num_heads, attn.nope_dim, attn.value_dim, attn.latent_dim
-    yield _linear(here + "q_proj.kernel", there + "q_proj.weight", heads * (nope + attn.shared_dim), dim)
+    yield _linear(
+        here + "q_proj.kernel", there + "q_proj.weight", heads * (nope + attn.shared_dim), dim
+    )
     yield _linear(
         here + "kv_a.kernel", there + "kv_a_proj_with_mqa.weight", latent + attn.shared_dim, dim
     )
@@ -172,13 +180,16 @@ def _mla(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
 
 def _gqa(config: ModelConfig, here: str, there: str) -> Iterator[Piece]:
     attn, dim, there = config.attention, config.hidden_size, there + "self_attn."
+    assert isinstance(attn, GQAConfig)
     heads, width = attn.num_heads, attn.head_dim
     shape = (2 * heads * width, dim)
     for name, start in (("q_proj.kernel", 0), ("gate_proj.kernel", width)):
         read = partial(_group_columns, groups=heads, start=start, stop=start + width)
         yield Piece(here + name, there + "q_proj.weight", (shape,), read)
     for name in ("k_proj", "v_proj"):
-        yield _linear(f"{here}{name}.kernel", f"{there}{name}.weight", attn.num_kv_heads * width, dim)
+        yield _linear(
+            f"{here}{name}.kernel", f"{there}{name}.weight", attn.num_kv_heads * width, dim
+        )
     for name in ("q_norm.weight", "k_norm.weight"):
         yield _vector(here + name, there + name, width)
     yield _linear(here + "o_proj.kernel", there + "o_proj.weight", dim, heads * width)
@@ -191,6 +202,7 @@ def _spelled(names: tuple[str, ...], present: Container[str]) -> str:
 def _dense(config: ModelConfig, here: str, there: str, present: Container[str]) -> Iterator[Piece]:
     # Kimi checkpoints re-saved by transformers spell the dense block like a sparse one.
     prefixes = (there + "mlp.", there + "block_sparse_moe.")
+    assert config.dense_intermediate is not None
     yield from _mlp(here, prefixes, config.dense_intermediate, config.hidden_size, present)
 
 
@@ -204,6 +216,7 @@ def _mlp(
 
 def _moe(config: ModelConfig, here: str, there: str, present: Container[str]) -> Iterator[Piece]:
     moe, dim = config.moe, config.hidden_size
+    assert moe is not None
     kimi = config.family == "kimi_linear"
     prefixes = (there + "block_sparse_moe.", there + "mlp.") if kimi else (there + "mlp.",)
 
@@ -222,7 +235,9 @@ def _moe(config: ModelConfig, here: str, there: str, present: Container[str]) ->
         yield Piece(here + "experts.down", stacked[1], (shapes[1],), _transposed)
     else:
         names = ("w1", "w3", "w2") if kimi else ("gate_proj", "up_proj", "down_proj")
-        yield from _experts(config, here, [spelled(f"experts.{{}}.{name}.weight") for name in names])
+        yield from _experts(
+            moe, dim, here, [spelled(f"experts.{{}}.{name}.weight") for name in names]
+        )
     shared = "shared_experts." if kimi else "shared_expert."
     owners = tuple(prefix + shared for prefix in prefixes)
     yield from _mlp(here + "shared.", owners, moe.shared_intermediate, dim, present)
@@ -230,15 +245,15 @@ def _moe(config: ModelConfig, here: str, there: str, present: Container[str]) ->
         yield _linear(here + "shared_gate.kernel", spelled("shared_expert_gate.weight"), 1, dim)
 
 
-def _experts(config: ModelConfig, here: str, templates: list[str]) -> Iterator[Piece]:
+def _experts(moe: MoEConfig, dim: int, here: str, templates: list[str]) -> Iterator[Piece]:
     """One tensor an expert and matrix; gate and up fill one stack, so its pieces come first."""
-    inner, dim = config.moe.intermediate, config.hidden_size
+    inner = moe.intermediate
     gate, up, down = templates
-    for expert in range(config.moe.num_experts):
+    for expert in range(moe.num_experts):
         for template, columns in ((gate, slice(0, inner)), (up, slice(inner, None))):
             at = (expert, slice(None), columns)
             shapes = ((inner, dim),)
             yield Piece(here + "experts.gate_up", template.format(expert), shapes, _transposed, at)
-    for expert in range(config.moe.num_experts):
+    for expert in range(moe.num_experts):
         tensor = down.format(expert)
         yield Piece(here + "experts.down", tensor, ((dim, inner),), _transposed, (expert,))

@@ -1,8 +1,10 @@
-"""Native checkpoints: `config.json`, an Orbax tree of the flat parameters in `params/`, tokenizer files."""
+"""Native checkpoints: `config.json`, an Orbax tree of the flat parameters in `params/`, tokenizer
+files."""
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -16,8 +18,6 @@ from dasc_jax.weights.specs import param_specs
 
 TREE = "params"
 CHUNK_BYTES = 4 * 2**20
-MAX_IN_FLIGHT_BYTES = 2**30
-IN_FLIGHT=2**30
 
 
 def is_native(path: Path) -> bool:
@@ -38,25 +38,25 @@ def save_native(
 ) -> None:
     """Writes a native directory that `load_params` and `ModelConfig.from_hf` read back bit for bit.
 
-    Raises FileExistsError when there is a tree already, WeightError when `params` are not exactly those
-    of `config` (by path and shape).
+    Raises FileExistsError when there is a tree already, WeightError when `params` are not exactly
+    those of `config` (by path and shape).
     """
     path = Path(path)
     _check({name: value.shape for name, value in params.items()}, config, "the parameters to save")
     if (path / TREE).exists():
         raise FileExistsError(f"{path / TREE} exists already")
     with storage_context():
-        ocp.save((path / TREE).absolute(), dict(params))
+        ocp.save(str((path / TREE).absolute()), dict(params))
     write_sidecars(path, config, tokenizer_files)
 
 
 def storage_context() -> ocp.Context:
-    """How native trees are written: plain chunks small enough that a rank reads little more than its
-    shard, uncompressed because the bits of weights hardly compress and decompression bounds loading."""
+    """How native trees are written: plain chunks small enough that a rank reads little more than
+    its shard, uncompressed because the bits of weights hardly compress and decompression bounds
+    loading."""
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    context.memory.write_concurrent_bytes = MAX_IN_FLIGHT_BYTES
     return context
 
 
@@ -74,19 +74,39 @@ def load_native(
     path: Path, config: ModelConfig, dtype: str, shardings: Callable[[str], Sharding]
 ) -> dict[str, Array]:
     """The parameters of a native directory; see `load_params`."""
-    tree = (path / TREE).absolute()
+    tree = str((path / TREE).absolute())
     stored = ocp.metadata(tree).metadata
-    _check({name: leaf.shape for name, leaf in stored.items()}, config, str(tree))
+    _check({name: leaf.shape for name, leaf in stored.items()}, config, tree)
     specs = param_specs(config, dtype)
-    abstract = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings(name))
-        for name, spec in specs.items()
-    }
     context = ocp.Context()
-    context.memory.read_concurrent_bytes = IN_FLIGHT
-    with context:
-        params = ocp.load(tree, abstract)
+    context.pytree.loading.partial_load = True
+    params: dict[str, Array] = {}
+    for group in _groups(specs):
+        wanted = {
+            name: jax.ShapeDtypeStruct(
+                specs[name].shape, specs[name].dtype, sharding=shardings(name)
+            )
+            for name in group
+        }
+        with context:
+            params |= ocp.load(tree, wanted)
     return {name: params[name] for name in specs}
+
+
+def _groups(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
+    """Largest first, then groups of at most a quarter of the largest parameter: what Orbax holds
+    beside the finished arrays while it reads is a few times its group."""
+    sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
+    budget = max(sizes.values()) // 4
+    group: list[str] = []
+    total = 0
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if group and total + sizes[name] > budget:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += sizes[name]
+    yield group
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:

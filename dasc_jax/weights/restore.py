@@ -2,9 +2,10 @@
 
 Safetensors are read through Orbax's safetensors layout, a few tensors at a time. One call for the
 whole directory would hold the file tensors and the parameters made of them together (twice the
-model); one call a tensor would parse a shard's header for each of 75,000 experts. So tensors are read
-in batches of at most a quarter of the largest tensor (and 128 MiB), and each is written straight to its place
-in the one or few parameters that are being assembled, in their final layout and dtype.
+model); one call a tensor would parse a shard's header for each of 75,000 experts. So tensors are
+read in batches of at most a quarter of the largest tensor (and 128 MiB), and each is written
+straight to its place in the one or few parameters that are being assembled, in their final layout
+and dtype.
 
 Host memory at any time: parameters already placed (none on a GPU host), plus the parameters in
 assembly, plus one batch. On CPU devices an assembled parameter becomes the array without a copy.
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,8 +47,8 @@ def load_params(
 
     Parameters marked float32 in `param_specs` stay float32, all others are cast to `dtype`. Each is
     placed as `shardings(path)` says, else replicated over `mesh`, else on the default device.
-    `on_bytes(n)` is called as n more bytes of the checkpoint have been read. Raises WeightError before
-    anything is loaded when the checkpoint does not hold exactly these parameters.
+    `on_bytes(n)` is called as n more bytes of the checkpoint have been read. Raises WeightError
+    before anything is loaded when the checkpoint does not hold exactly these parameters.
     """
     path = Path(path)
     if shardings is None:
@@ -73,7 +75,8 @@ def _default_sharding(mesh: Mesh | None) -> Sharding:
 def stream_params(
     manifest: Manifest, on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter as a host array in its final layout and dtype, one by one, as soon as complete."""
+    """Every parameter as a host array in its final layout and dtype, one by one, as soon as
+    complete."""
     waiting = Counter(piece.param for piece in manifest.pieces)
     by_tensor: dict[str, list[Piece]] = {}
     for piece in manifest.pieces:
@@ -98,7 +101,8 @@ def stream_params(
 
 
 def _batches(manifest: Manifest, names: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of tensors of one file that fit the batch budget together; a larger tensor goes alone."""
+    """Runs of tensors of one file that fit the batch budget together; a larger tensor goes
+    alone."""
     tensors = manifest.tensors
     budget = min(MAX_BATCH_BYTES, manifest.largest // 4)
     batch: list[str] = []
@@ -116,7 +120,7 @@ def _batches(manifest: Manifest, names: Iterable[str]) -> Iterator[list[str]]:
 
 def _read(manifest: Manifest, names: list[str]) -> dict[str, np.ndarray]:
     """The named tensors of one file on the host, as they are stored."""
-    sharding = SingleDeviceSharding(_host_device())
+    sharding = SingleDeviceSharding(host_device())
     wanted = {
         name: jax.ShapeDtypeStruct(tensor.shape, FLOATS[tensor.kind], sharding=sharding)
         for name in names
@@ -128,11 +132,12 @@ def _read(manifest: Manifest, names: list[str]) -> dict[str, np.ndarray]:
     context.memory.read_concurrent_bytes = in_flight
     context.safetensors.read_chunk_bytes = max(MIN_CHUNK_BYTES, in_flight // 4)
     with context:
-        arrays = ocp.load(manifest.tensors[names[0]].file, wanted)
+        arrays = ocp.load(str(manifest.tensors[names[0]].file), wanted)
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-def _host_device() -> jax.Device:
+def host_device() -> Any:
+    """The CPU as a `jax.Device`, where there is one beside the accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names the accelerator only
@@ -140,8 +145,8 @@ def _host_device() -> jax.Device:
 
 
 def _buffer(spec: jax.ShapeDtypeStruct) -> np.ndarray:
-    # Pages of its own, not malloc: aligned well enough for a CPU array without a copy, and given back
-    # at once, where a heap that grew between short-lived batches would stay fragmented.
+    # Pages of its own, not malloc: aligned well enough for a CPU array without a copy, and given
+    # back at once, where a heap that grew between short-lived batches would stay fragmented.
     nbytes = math.prod(spec.shape) * spec.dtype.itemsize
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, spec.dtype).reshape(spec.shape)
@@ -153,7 +158,8 @@ def _write(param: np.ndarray, piece: Piece, value: np.ndarray) -> None:
     if target.shape != source.shape:
         target = target.reshape(source.shape, copy=False)
     if source.dtype == target.dtype:
-        # Plain integers of the same width: numpy copies them faster and without the interpreter lock.
+        # Plain integers of the same width: numpy copies them faster and without the interpreter
+        # lock.
         bits = np.dtype(f"u{source.dtype.itemsize}")
         source, target = source.view(bits), target.view(bits)
     np.copyto(target, source, casting="unsafe")

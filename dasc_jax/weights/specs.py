@@ -1,20 +1,21 @@
 """The shape and dtype of every parameter, by path: what an audit holds a checkpoint against.
 
-One flat dictionary keyed by dotted path; linear kernels are `[in, out]`. Parameters that decide decays
-or expert choices stay float32 whatever dtype is asked for (`F32` below).
+One flat dictionary keyed by dotted path; linear kernels are `[in, out]`. Parameters that decide
+decays or expert choices stay float32 whatever dtype is asked for (`F32` below).
 """
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dasc_jax.config import MLAConfig, ModelConfig, MoEConfig
+from dasc_jax.config import MLAConfig, ModelConfig
 
 F32 = jnp.float32
 
 
 def param_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape and dtype of all parameters of `config`, in layer order, `dtype` where not float32."""
+    """Path -> shape and dtype of all parameters of `config`, in layer order, `dtype` where not
+    float32."""
     dim, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple] = {"embed.weight": (vocab, dim)}
     for i, (mixer, ffn) in enumerate(zip(config.layer_kinds, config.ffn_kinds, strict=True)):
@@ -22,7 +23,7 @@ def param_specs(config: ModelConfig, dtype: DTypeLike) -> dict[str, jax.ShapeDty
         mixers = _delta(config) if mixer == "delta" else _attention(config)
         shapes |= {f"layers.{i}.mixer.{name}": shape for name, shape in mixers.items()}
         shapes[f"layers.{i}.post_norm.weight"] = (dim,)
-        blocks = _moe(config, config.moe) if ffn == "moe" else _mlp(dim, config.dense_intermediate)
+        blocks = _moe(config) if ffn == "moe" else _dense(config)
         shapes |= {f"layers.{i}.ffn.{name}": shape for name, shape in blocks.items()}
     shapes["norm.weight"] = (dim,)
     if not config.tie_word_embeddings:
@@ -93,7 +94,14 @@ def _mlp(dim: int, inner: int) -> dict[str, tuple]:
     return {"gate.kernel": (dim, inner), "up.kernel": (dim, inner), "down.kernel": (inner, dim)}
 
 
-def _moe(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple]:
+def _dense(config: ModelConfig) -> dict[str, tuple]:
+    assert config.dense_intermediate is not None
+    return _mlp(config.hidden_size, config.dense_intermediate)
+
+
+def _moe(config: ModelConfig) -> dict[str, tuple]:
+    moe = config.moe
+    assert moe is not None
     dim, experts = config.hidden_size, moe.num_experts
     # Kimi routes in float32 with a selection bias, Qwen in the model dtype without one.
     biased = config.family == "kimi_linear"

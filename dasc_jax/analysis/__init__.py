@@ -1,0 +1,1 @@
+"""Tables and figures about retention horizons and checkpoint sizes."""

@@ -1,0 +1,103 @@
+"""The walk over the chunks of a packed batch, which every prefill of the delta rule shares.
+
+It gathers the tokens of a chunk, starts the state where the table says so, and writes final and
+boundary states into buffers whose last row takes what nobody asked for.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chunks import CHUNK, ChunkTable
+from pallas_kernels.gates import l2norm
+
+
+class DeltaOut(NamedTuple):
+    """o `[T, H, V]`, final `[N, H, K, V]`, boundary `[NB, H, K, V]`, all float32."""
+
+    o: jax.Array
+    final: jax.Array
+    boundary: jax.Array
+
+
+class Tokens(NamedTuple):
+    """What the delta rule reads of some tokens (leading axis), all float32.
+
+    q, k `[., Hk, K]` normalised and q scaled, v `[., H, V]`, g `[., H, K]` (KDA) or `[., H, 1]`
+    (GDN), beta `[., H]`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+def prepare(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> Tokens:
+    """Normalise and scale raw inputs; `g [., H]` gets a key axis of 1. See `Tokens`."""
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in (q, k, v, g, beta))
+    return Tokens(
+        l2norm(q) * q.shape[-1] ** -0.5, l2norm(k), v, g if g.ndim == 3 else g[..., None], beta
+    )
+
+
+def walk(
+    step: Callable[[jax.Array, Tokens], tuple[jax.Array, jax.Array]],
+    inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
+    initial: jax.Array,
+    table: ChunkTable,
+    keep: jax.Array | None,
+    num_boundaries: int,
+) -> DeltaOut:
+    """Carry the state through the chunks with `step(state, 64 Tokens) -> (state, o [64, H, V])`.
+
+    Rows of a chunk that hold no token are zeros, for which the delta rule changes nothing. They are
+    selected, never multiplied away, so that garbage in padding tokens reaches no real row.
+    """
+    chunks = ChunkTable(*(jnp.asarray(column) for column in table))
+    rows = jnp.arange(CHUNK, dtype=jnp.int32)
+    # A select of `initial`, no constant: under shard_map the carry must vary as its updates do.
+    zero = jnp.where(False, initial[0], 0.0)
+    o_zero = jnp.broadcast_to(zero[None, :, 0], (CHUNK, *inputs[2].shape[1:]))
+    tokens = inputs[0].shape[0]
+
+    def visit(carry, chunk):
+        state, final, boundary = carry
+        loaded = initial[chunk.segment]
+        merged = loaded if keep is None else jnp.where(keep[..., None], loaded, state)
+        state = jax.lax.select_n(chunk.start, state, zero, loaded, merged)
+        index = chunk.token - chunk.row + rows
+        real = (rows >= chunk.row) & (rows < chunk.row + chunk.length)
+
+        def compute(state):
+            return step(state, prepare(*(_select(real, index, x) for x in inputs)))
+
+        state, o = jax.lax.cond(chunk.length > 0, compute, lambda state: (state, o_zero), state)
+        final = jax.lax.dynamic_update_index_in_dim(final, state, chunk.final, 0)
+        boundary = jax.lax.dynamic_update_index_in_dim(boundary, state, chunk.boundary, 0)
+        return (state, final, boundary), (o, jnp.where(real, index, tokens))
+
+    final = jnp.concatenate([initial, zero[None]])
+    boundary = jnp.broadcast_to(zero, (num_boundaries + 1, *zero.shape))
+    per_chunk = chunks._replace(cu_seqlens=jnp.zeros_like(chunks.token))
+    (_, final, boundary), (o, place) = jax.lax.scan(visit, (zero, final, boundary), per_chunk)
+    return DeltaOut(_packed(o, place, tokens), final[:-1], boundary[:-1])
+
+
+def _select(real: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:
+    """Rows `index` of x where `real`, zeros elsewhere."""
+    mask = real.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(mask, jnp.take(x, index, axis=0, mode="clip"), 0)
+
+
+def _packed(o: jax.Array, place: jax.Array, tokens: int) -> jax.Array:
+    """Chunk rows `o [NC, 64, H, V]` put at packed tokens `place [NC, 64]`; zeros elsewhere."""
+    flat = o.reshape(-1, *o.shape[2:])
+    source = jnp.full(tokens, -1, jnp.int32)
+    source = source.at[place.reshape(-1)].set(
+        jnp.arange(flat.shape[0], dtype=jnp.int32), mode="drop"
+    )
+    return _select(source >= 0, source, flat)
