@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int
 
+from dasc_jax import checkpoint_state
+from dasc_jax.checkpoint_state import Packed
 from dasc_jax.config import ModelConfig
 from dasc_jax.engine.request import SamplingParams
 from dasc_jax.engine.sampling import sample, sampling_batch
 from dasc_jax.models import Params, State, abstract_params, functions, init_pages
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
 from dasc_jax.models.packing import SLOT, ZERO, PrefillBucket, Segment, pack_segments
+from dasc_jax.plan import SelectionPlan
 from dasc_jax.tokenizer import load_tokenizer
 from dasc_jax.types import PAGE, AttentionPages, RecurrentState
 from dasc_jax.weights import load_params
@@ -141,6 +144,20 @@ def _grown(cache: Cache, tokens: int) -> Cache:
 
     pages = AttentionPages(tuple(grow(a) for a in cache.state.pages.arrays))
     return replace(cache, state=State(cache.state.recurrent, pages))
+
+
+def pack(
+    plan: SelectionPlan,
+    state: RecurrentState | Cache,
+    *,
+    quantization: Literal["int8"] | None = None,
+) -> Packed:
+    """The checkpoints of the sequences of a cache, or of a bare recurrent state `[L, B, ...]`.
+
+    See `dasc_jax.checkpoint_state.pack`.
+    """
+    recurrent = state.recurrent if isinstance(state, Cache) else state
+    return checkpoint_state.pack(plan, recurrent, quantization=quantization)
 
 
 @lru_cache(maxsize=16)

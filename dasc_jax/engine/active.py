@@ -89,7 +89,8 @@ def lay_out(
         mode = MERGE if piece.replay else SLOT if piece.start else ZERO
         new = tokens[piece.start :]
         work.segments.append(Segment(new, piece.start, held.pages, held.slot, held.slot, mode))
-        for depth in piece.checkpoints:
+        # Where slots are scarce the deepest boundary matters most.
+        for depth in reversed(piece.checkpoints):
             work.boundaries.append((len(work.segments) - 1, depth))
             work.store_slots.append(checkpoint_slot(held, depth))
         packed += piece.replay + len(new)

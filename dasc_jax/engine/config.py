@@ -87,7 +87,7 @@ class EngineConfig:
             raise ConfigError(
                 f"max_context is {self.max_context}; the model was made for {model.max_context} tokens"
             )
-        need = window + 3 + PAGE
+        need = PAGE + (window + 3 if window else 0)
         if self.prefill_tokens < need:
             raise ConfigError(
                 f"prefill_tokens is {self.prefill_tokens}; a refresh of {window} tokens needs {need}"

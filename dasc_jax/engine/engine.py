@@ -146,12 +146,24 @@ class Engine:
 
     def _ask[T](self, question: Callable[[], T]) -> T:
         """Ask the loop between two steps and wait for its answer."""
-        if not self.alive:
+        if self._thread is None:
             self._drain()
             return question()
         answer: Future[T] = Future()
-        self._inbox.put(lambda: answer.set_result(question()))
-        return answer.result()
+
+        def reply() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._inbox.put(reply)
+        while self.alive:
+            try:
+                return answer.result(timeout=0.2)
+            except TimeoutError:
+                continue
+        raise RuntimeError("the engine has stopped") from self.failure
 
     def _check(self, request: Request) -> None:
         prompt, vocabulary = request.prompt, self.model.config.vocab_size

@@ -25,7 +25,8 @@ class Holding:
     """Everything one admitted request holds.
 
     `pages` cover all its positions in order; of them `private` are its own and not in the trie. `pending` maps
-    a depth to the checkpoint slot a dispatched prefill step fills. `lineage` is that of the state it runs from.
+    a depth to the checkpoint slot a dispatched prefill step fills, `skipped` are depths no slot could be had for.
+    `lineage` is that of the state it runs from.
     """
 
     slot: int
@@ -38,6 +39,7 @@ class Holding:
     checkpoints: tuple[int, ...]
     lineage: int
     pending: dict[int, int] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
 
 
 class Residency:
@@ -154,6 +156,7 @@ class Residency:
         self.cache, slot = prefix_cache.allocate_slot(before)
         if slot is None:
             self.counters["checkpoints_skipped"] += 1
+            held.skipped.append(depth)
             return 0
         self._forget((slot,))
         held.pending[depth] = slot
@@ -175,13 +178,16 @@ class Residency:
             plan_id=self.plan.id,
             namespace=request.namespace,
             lock=held.lock,
+            skipped=held.skipped,
         )
         held.lock = put.lock or held.lock
         held.private -= set(put.adopted)
+        stored = [(depth, slot) for depth, slot in put.attached if held.pending.get(depth) == slot]
         held.pending.clear()
+        held.skipped.clear()
         self._forget(put.freed_slots)
-        keys = list(page_keys(array, request.namespace)) if put.attached else []
-        for depth, slot in put.attached:
+        keys = list(page_keys(array, request.namespace)) if stored else []
+        for depth, slot in stored:
             key = keys[depth // PAGE - 1]
             self.meta[slot] = CheckpointMeta(depth, key, self.plan.id, held.lineage)
             self.counters["checkpoints_stored"] += 1
