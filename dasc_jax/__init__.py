@@ -1,11 +1,12 @@
-"""Hybrid linear-attention models in JAX, served with a prefix cache of decay-aware state checkpoints (DASC).
+"""Hybrid linear-attention models in JAX, served with a prefix cache of decay-aware state
+checkpoints (DASC).
 
-    import dasc_jax as dj
-    model = dj.load_model("checkpoints/demo")
-    logits, cache = dj.forward(model, tokens)
-    plan = dj.make_plan(dj.retention_horizons(model), w_max=16)
-    packed = dj.pack(plan, cache)
-    engine = dj.Engine(model, dj.EngineConfig(max_running=4))
+import dasc_jax as dj
+model = dj.load_model("checkpoints/demo")
+logits, cache = dj.forward(model, tokens)
+plan = dj.make_plan(dj.retention_horizons(model), w_max=16)
+packed = dj.pack(plan, cache)
+engine = dj.Engine(model, dj.EngineConfig(max_running=4))
 """
 
 from dasc_jax.checkpoint_state import Packed, unpack

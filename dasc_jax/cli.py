@@ -20,6 +20,7 @@ PROGRAMS = {
     "serve": Program("dasc_jax.programs.serve", "start the OpenAI-compatible server"),
     "generate": Program("dasc_jax.programs.generate", "continue a prompt without a server"),
     "plan": Program("dasc_jax.analysis.report", "horizons, plan and checkpoint bytes of a model"),
+    "demo": Program("dasc_jax.programs.demo", "the same conversations cold and cached, compared"),
     "convert": Program("dasc_jax.weights.convert", "write a model as an Orbax directory"),
 }
 

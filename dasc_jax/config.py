@@ -260,7 +260,6 @@ class DascConfig:
     a: float = -0.3
     policy: Literal["dense", "nr", "wr"] = "nr"
     quantization: Literal["int8"] | None = None
-    placement: Literal["off", "storage", "hybrid"] = "hybrid"
 
     def __post_init__(self):
         if isinstance(self.w_max, bool) or not isinstance(self.w_max, int) or self.w_max < 0:
@@ -274,7 +273,6 @@ class DascConfig:
         choices = {
             "policy": ("dense", "nr", "wr"),
             "quantization": (None, "int8"),
-            "placement": ("off", "storage", "hybrid"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

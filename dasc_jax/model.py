@@ -1,8 +1,8 @@
 """A loaded model, and what a notebook does with it: run it over tokens, continue, generate.
 
-    model = load_model(path)
-    logits, cache = forward(model, tokens)
-    logits, cache = forward(model, more_tokens, cache)
+model = load_model(path)
+logits, cache = forward(model, tokens)
+logits, cache = forward(model, more_tokens, cache)
 """
 
 import math
@@ -46,8 +46,8 @@ class Model:
 class Cache:
     """Everything a model remembers of `B` sequences; a value, so an old one stays usable.
 
-    `state` has `B + 1` recurrent slots and pages in row-major order behind the sink; `lengths [B]` counts
-    the tokens seen. `recurrent` is the state without the sink: `[L, B, ...]`.
+    `state` has `B + 1` recurrent slots and pages in row-major order behind the sink; `lengths [B]`
+    counts the tokens seen. `recurrent` is the state without the sink: `[L, B, ...]`.
     """
 
     state: State
@@ -74,10 +74,13 @@ def load_model(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = No
         mesh: replicate over this mesh; None is the default device.
 
     Raises:
-        ConfigError, WeightError: what is unsupported, missing, extra or misshapen, all of it listed.
+        ConfigError, WeightError: what is unsupported, missing, extra or misshapen, all of it
+            listed.
     """
     config = ModelConfig.from_hf(path)
-    return Model(config, load_params(path, config, dtype, mesh=mesh), load_tokenizer(path), dtype, mesh)
+    return Model(
+        config, load_params(path, config, dtype, mesh=mesh), load_tokenizer(path), dtype, mesh
+    )
 
 
 def random_model(config: ModelConfig, dtype: str = "bfloat16", seed: int = 0) -> Model:
@@ -85,22 +88,27 @@ def random_model(config: ModelConfig, dtype: str = "bfloat16", seed: int = 0) ->
     specs = abstract_params(config, dtype)
     keys = jax.random.split(jax.random.key(seed), len(specs))
     params = {
-        path: _initial(path, spec, key) for (path, spec), key in zip(specs.items(), keys, strict=True)
+        path: _initial(path, spec, key)
+        for (path, spec), key in zip(specs.items(), keys, strict=True)
     }
     if config.zero_centred_norm:
-        centred = [p for p in params if p.endswith(("_norm.weight", "norm.weight")) and ".o_norm" not in p]
+        centred = [
+            p for p in params if p.endswith(("_norm.weight", "norm.weight")) and ".o_norm" not in p
+        ]
         params |= {p: jnp.zeros_like(params[p]) for p in centred}
     return Model(config, params, None, dtype)
 
 
 def _initial(path: str, spec: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Norms 1, decays log-uniform over about 1 to 3,000 tokens of horizon, the rest fan-in scaled."""
+    """Norms 1, horizons log-uniform over about 1 to 3,000 tokens, the rest fan-in scaled."""
     if path.endswith("norm.weight"):
         return jnp.ones(spec.shape, spec.dtype)
     if path.endswith("A_log"):
-        return jnp.log(jax.random.uniform(key, spec.shape, minval=0.5, maxval=2.0)).astype(spec.dtype)
+        rate = jax.random.uniform(key, spec.shape, minval=0.5, maxval=2.0)
+        return jnp.log(rate).astype(spec.dtype)
     if path.endswith("dt_bias"):
-        step = jnp.exp(jax.random.uniform(key, spec.shape, minval=math.log(2e-3), maxval=math.log(3.0)))
+        low, high = math.log(2e-3), math.log(3.0)
+        step = jnp.exp(jax.random.uniform(key, spec.shape, minval=low, maxval=high))
         return (step + jnp.log(-jnp.expm1(-step))).astype(spec.dtype)
     if path.endswith("router.bias"):
         return (0.01 * jax.random.normal(key, spec.shape)).astype(spec.dtype)
@@ -180,7 +188,8 @@ def forward(
         lengths: real tokens of each row, 0..T; None means all T. Logits of padding are unspecified.
 
     Raises:
-        ValueError: shapes that do not fit, a token outside the vocabulary, a sequence past the context.
+        ValueError: shapes that do not fit, a token outside the vocabulary, a sequence past the
+            context.
     """
     tokens = np.asarray(tokens, np.int32)
     if tokens.ndim != 2 or tokens.shape[1] == 0:
@@ -204,13 +213,15 @@ def _check_forward(model: Model, tokens: np.ndarray, cache: Cache, lengths: np.n
     batch, width = tokens.shape
     if len(cache.lengths) != batch or lengths.shape != (batch,):
         raise ValueError(
-            f"{batch} rows of tokens, {lengths.shape} lengths, a cache of {len(cache.lengths)} sequences"
+            f"{batch} rows of tokens, {lengths.shape} lengths,"
+            f" a cache of {len(cache.lengths)} sequences"
         )
     if (lengths < 0).any() or (lengths > width).any():
         raise ValueError(f"lengths {lengths.tolist()} must lie in 0..{width}")
     if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
         raise ValueError(
-            f"token ids span {tokens.min()}..{tokens.max()}; the vocabulary has {model.config.vocab_size}"
+            f"token ids span {tokens.min()}..{tokens.max()};"
+            f" the vocabulary has {model.config.vocab_size}"
         )
     longest = int((cache.lengths + lengths).max())
     if longest > model.config.max_context:
@@ -262,7 +273,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[int]:
-    """Continue one prompt (a list of token ids) by up to `max_new_tokens`; stops behind an eos token.
+    """Continue one prompt (token ids) by up to `max_new_tokens`; stops behind an eos token.
 
     Raises:
         ValueError: an empty prompt, bad sampling values, or a prompt past the context.

@@ -1,15 +1,17 @@
 """Attention over 64-token pages with an online softmax: the XLA form, for prefill and for decode.
 
-Keys of MLA are the cached latent rows themselves and its values their first columns, so both attention
-kinds are one function: `Hkv` key heads, each serving `G` query heads. Blocks of pages are anchored at
-position 0 and those past the last visible key are skipped, so that a row's bits depend neither on the width of
-the page table nor on what else is in the batch.
+Keys of MLA are the cached latent rows themselves and its values their first columns, so both
+attention kinds are one function: `Hkv` key heads, each serving `G` query heads. Blocks of pages are
+anchored at position 0 and those past the last visible key are skipped, so that a row's bits depend
+neither on the width of the page table nor on what else is in the batch.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.chunks import ChunkTable
@@ -20,13 +22,14 @@ LOWEST = -1e30
 
 
 class PagedRows(NamedTuple):
-    """The pages of one attention layer, left inside the stack of all of them so that nothing is sliced out.
+    """The pages of one attention layer, left inside the stack of all so that nothing is copied.
 
-    A value is the first `width` columns of its row in `values`, which for MLA is the key array itself.
+    A value is the first `width` columns of its row in `values`, which for MLA is the key array
+    itself. One key head needs no axis of its own: adding one outside costs a copy of all pages.
     """
 
-    keys: Float[Array, "F P 64 Hkv Dk"]
-    values: Float[Array, "F P 64 Hkv Dw"]
+    keys: Float[Array, "F P 64 *Hkv Dk"]
+    values: Float[Array, "F P 64 *Hkv Dw"]
     layer: int
     width: int
 
@@ -41,7 +44,9 @@ class Softmax(NamedTuple):
 
 def _empty(rows: tuple[int, ...], width: int) -> Softmax:
     return Softmax(
-        jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, width), jnp.float32)
+        jnp.full(rows, LOWEST, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, width), jnp.float32),
     )
 
 
@@ -53,7 +58,9 @@ def _add_block(
     visible: jax.Array,
 ) -> Softmax:
     """One block of keys; `visible [B, Q, J]`. Hidden scores are selected away, never added."""
-    scores = jnp.einsum("bqhgd,bjhd->bqhgj", q, keys, preferred_element_type=jnp.float32, precision="highest")
+    scores = jnp.einsum(
+        "bqhgd,bjhd->bqhgj", q, keys, preferred_element_type=jnp.float32, precision="highest"
+    )
     seen = visible[:, :, None, None, :]
     scores = jnp.where(seen, scores, LOWEST)
     top = jnp.maximum(carry.top, jnp.max(scores, axis=-1))
@@ -66,23 +73,27 @@ def _add_block(
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return Softmax(top, carry.total * shrink + jnp.sum(weight, axis=-1), carry.out * shrink[..., None] + add)
+    return Softmax(
+        top, carry.total * shrink + jnp.sum(weight, axis=-1), carry.out * shrink[..., None] + add
+    )
 
 
 def _attend(
     q: Float[Array, "B Q Hq Dk"],
     cache: PagedRows,
-    page_table: Int32[Array, "B M"],
-    limit: Int32[Array, "B Q"],
+    page_table: Int32[Array | np.ndarray, "B M"],
+    limit: Int32[Array | np.ndarray, "B Q"],
     scale: float,
 ) -> Float32[Array, "B Q Hq Dv"]:
     """Each query sees the keys at positions below its `limit` (0: none, giving zeros)."""
     batch, queries, heads, _ = q.shape
-    kv_heads, width = cache.keys.shape[3], cache.width
+    kv_heads, width = math.prod(cache.keys.shape[3:-1]), cache.width
     pages = min(BLOCK_PAGES, page_table.shape[1])
     blocks = -(-page_table.shape[1] // pages)
     table = jnp.pad(page_table, ((0, 0), (0, blocks * pages - page_table.shape[1])))
-    grouped = (q * jnp.asarray(scale, q.dtype)).reshape(batch, queries, kv_heads, heads // kv_heads, -1)
+    grouped = (q * jnp.asarray(scale, q.dtype)).reshape(
+        batch, queries, kv_heads, heads // kv_heads, -1
+    )
     furthest = jnp.max(limit)
 
     def block(carry: Softmax, index: jax.Array) -> tuple[Softmax, None]:
@@ -93,8 +104,11 @@ def _attend(
             keys = cache.keys[cache.layer, at].reshape(shape)
             values = cache.values[cache.layer, at].reshape(shape)[..., :width]
             visible = position[None, None, :] < limit[:, :, None]
-            # A sink or freed page may hold anything, NaN included: hidden values must not reach the product.
-            values = jnp.where((position[None, :] < jnp.max(limit, axis=1)[:, None])[..., None, None], values, 0)
+            # A sink or freed page may hold anything, NaN included: hidden values must not reach the
+            # product.
+            values = jnp.where(
+                (position[None, :] < jnp.max(limit, axis=1)[:, None])[..., None, None], values, 0
+            )
             return _add_block(carry, grouped, keys, values, visible)
 
         return jax.lax.cond(index * pages * PAGE < furthest, add, lambda c: c, carry), None
@@ -108,15 +122,16 @@ def _attend(
 def paged_attention_prefill(
     q: Float[Array, "T Hq Dk"],
     cache: PagedRows,
-    page_table: Int32[Array, "N M"],
-    positions: Int32[Array, "T"],
+    page_table: Int32[Array | np.ndarray, "N M"],
+    positions: Int32[Array | np.ndarray, "T"],
     table: ChunkTable,
     *,
     scale: float,
 ) -> Float32[Array, "T Hq Dv"]:
-    """Causal attention of packed tokens over their own request's pages, a chunk of 64 queries at a time.
+    """Causal attention of packed tokens over their own request's pages, 64 queries at a time.
 
-    The keys of the tokens themselves must already lie in the pages. Rows of padding tokens are zeros.
+    The keys of the tokens themselves must already lie in the pages. Rows of padding tokens are
+    zeros.
     """
     tokens, heads = q.shape[0], q.shape[1]
     rows = jnp.arange(PAGE)
@@ -140,8 +155,8 @@ def paged_attention_prefill(
 def paged_attention_decode(
     q: Float[Array, "B Hq Dk"],
     cache: PagedRows,
-    page_table: Int32[Array, "B M"],
-    lengths: Int32[Array, "B"],
+    page_table: Int32[Array | np.ndarray, "B M"],
+    lengths: Int32[Array | np.ndarray, "B"],
     *,
     scale: float,
 ) -> Float32[Array, "B Hq Dv"]:

@@ -1,8 +1,8 @@
-"""Convert a released checkpoint to a native Orbax directory; see `--help`."""
+"""Convert a released checkpoint to a native Orbax directory: the same as `dasc convert`."""
 
 import sys
 
-from dasc_jax.weights.convert import main
+from dasc_jax.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["convert", *sys.argv[1:]]))

@@ -43,3 +43,9 @@ def _processor() -> str:
 def golden_dir() -> Path:
     """The reference results and tiny checkpoints; the README beside them says how to read them."""
     return ROOT / "tests" / "golden"
+
+
+@pytest.fixture(params=["kimi_linear_a", "qwen3_next_a"])
+def released(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
+    """A tiny checkpoint of each family, laid out like a released one."""
+    return golden_dir / request.param

@@ -30,7 +30,7 @@ def _engine(name: str, config: EngineConfig) -> Engine:
 
 
 def engine(name: str, **options: object) -> Engine:
-    """A flushed engine without a thread; options of EngineConfig, and of DascConfig by their names."""
+    """A flushed engine without a thread; options are fields of EngineConfig or of DascConfig."""
     dasc = {k: options.pop(k) for k in ("w_max", "policy", "quantization") if k in options}
     defaults = {"max_context": 512, "max_running": 4, "prefill_tokens": 256, "strict_compile": True}
     config = EngineConfig(dasc=DascConfig(**dasc), **{**defaults, **options})
@@ -48,13 +48,15 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 def request(key: str, tokens: Sequence[int], max_tokens: int = 3, **options: object) -> Request:
     """A greedy request that keeps the whole distribution of every generated token."""
-    sampling = {k: options.pop(k) for k in ("temperature", "seed", "top_p", "top_k") if k in options}
+    sampling = {
+        k: options.pop(k) for k in ("temperature", "seed", "top_p", "top_k") if k in options
+    }
     params = SamplingParams(max_tokens, ignore_eos=True, logprobs=VOCABULARY, **sampling)
     return Request(key, tuple(tokens), params, **options)
 
 
 def run(engine: Engine, *requests: Request) -> list[RequestResult]:
-    """Run requests together; every invariant of the cache must hold afterwards, with nothing left in use."""
+    """Run requests together; afterwards the cache must be sound, with nothing left in use."""
     results = engine.generate(requests)
     check(engine.loop.residency.cache)
     assert engine.loop.residency.cache.counts.idle

@@ -218,7 +218,6 @@ def test_an_unreadable_config_is_a_clear_error(tmp_path, text, error):
         {"a": float("inf")},
         {"policy": "lazy"},
         {"quantization": "int4"},
-        {"placement": "nowhere"},
     ],
 )
 def test_a_bad_dasc_config_is_refused_by_field(changes):

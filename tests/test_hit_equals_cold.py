@@ -114,7 +114,7 @@ def test_checkpoints_inside_one_step_are_resumed_exactly(name):
 
 
 def test_generated_pages_are_reused_in_the_next_turn(name):
-    """A turn's answer becomes part of the next prompt; its attention pages are known, its state is not."""
+    """A turn's answer becomes part of the next prompt: its pages are known, its state is not."""
     made = engine(name, policy="dense")
     first = run(made, request("turn1", prompt(100), max_tokens=80))[0]
     history = prompt(100) + first.tokens
@@ -122,5 +122,8 @@ def test_generated_pages_are_reused_in_the_next_turn(name):
     assert (second.cached_tokens, second.report.kv_depth) == (64, 128)
     third = run(made, request("turn3", history + prompt(12, seed=4)))[0]
     assert third.cached_tokens == 128, "the second turn checkpoints the branch point"
-    cold = run(engine(name, policy="dense", prefix_cache=False), request("cold", history + prompt(12, seed=4)))
+    cold = run(
+        engine(name, policy="dense", prefix_cache=False),
+        request("cold", history + prompt(12, seed=4)),
+    )
     assert_close(third, cold[0])

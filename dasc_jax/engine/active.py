@@ -17,8 +17,8 @@ from dasc_jax.models.packing import MERGE, SLOT, ZERO, Segment
 class Active:
     """An admitted or waiting request.
 
-    `tokens` are its prompt and what was generated; the first `done` of them are in its state and pages.
-    Times are seconds of `time.perf_counter`.
+    `tokens` are its prompt and what was generated; the first `done` of them are in its state and
+    pages. Times are seconds of `time.perf_counter`.
     """
 
     request: Request
@@ -73,7 +73,7 @@ def lay_out(
     actives: Mapping[str, Active],
     checkpoint_slot: Callable[[Holding, int], int],
 ) -> PrefillWork:
-    """Segments of the pieces (two for one that replays), their checkpoints, and their last tokens."""
+    """Segments of the pieces (two for one that replays), their checkpoints, their last tokens."""
     work = PrefillWork([], [], [], [], [], [])
     packed = 0
     for piece in pieces:

@@ -36,7 +36,8 @@ def prefill_buckets(config: EngineConfig) -> list[PrefillBucket]:
 def _prefill_bucket(config: EngineConfig, tokens: int) -> PrefillBucket:
     requests = min(config.max_running, PREFILL_REQUESTS)
     every = tokens // config.checkpoint_interval if config.checkpoint_interval else 0
-    # A request brings at most its branch point, its last boundary, and one interval that its start cuts.
+    # A request brings at most its branch point, its last boundary, and one interval that its start
+    # cuts.
     boundaries = every + 3 * requests
     return PrefillBucket(tokens, 2 * requests, boundaries, config.context_pages, requests)
 
@@ -87,7 +88,7 @@ class Executables:
         jobs: dict[tuple[str, Any], Callable[[], Any]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile every job (a function that lowers and compiles), two at a time, reporting progress."""
+        """Run every job (a function that lowers and compiles), two at a time."""
 
         def timed(job: Callable[[], Any]) -> tuple[Any, float]:
             begun = time.perf_counter()

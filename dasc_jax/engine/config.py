@@ -1,4 +1,4 @@
-"""How an engine is sized; every bad combination is refused with the numbers, before anything is allocated."""
+"""How an engine is sized; bad combinations are refused, with the numbers, before any allocation."""
 
 from dataclasses import dataclass, field
 
@@ -14,14 +14,16 @@ class EngineConfig:
         dasc: what checkpoints keep (w_max, quantization) and the default load policy.
         max_context: tokens a request may reach, prompt and output together.
         max_running: requests that hold a recurrent slot at once (and the largest decode batch).
-        prefill_tokens: packed tokens of the largest prefill step; longer prompts are cut at multiples of 64.
-        pages: attention pages of 64 tokens (page 0 is the sink); None: room for `max_running` requests of
-            `max_context` tokens, twice over, so that as much again can stay cached.
+        prefill_tokens: packed tokens of the largest prefill step; longer prompts are cut at
+            multiples of 64.
+        pages: attention pages of 64 tokens (page 0 is the sink); None: room for `max_running`
+            requests of `max_context` tokens, twice over, so that as much again can stay cached.
         checkpoint_slots: checkpoints the state pool holds besides slot 0; or
-        checkpoint_bytes: a byte budget for the state pool, slot 0 included (DASC Eq. 8). None for both: four a
-            running request.
+        checkpoint_bytes: a byte budget for the state pool, slot 0 included (DASC Eq. 8). None for
+            both: four a running request.
         checkpoint_interval: also checkpoint every so many prompt tokens (a multiple of 64).
-        max_lineage: most lossy loads a reused state may have behind it, the new one included; None: any.
+        max_lineage: most lossy loads a reused state may have behind it, the new one included; None:
+            any.
         strict_compile: raise when a step would compile after warm-up, instead of counting it.
         prefix_cache: False switches prefix reuse off: every request runs cold, nothing is kept.
     """
@@ -43,7 +45,9 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefill_tokens % PAGE:
-            raise ConfigError(f"prefill_tokens is {self.prefill_tokens}; it must be a multiple of {PAGE}")
+            raise ConfigError(
+                f"prefill_tokens is {self.prefill_tokens}; it must be a multiple of {PAGE}"
+            )
         interval = self.checkpoint_interval
         if interval is not None and (interval < PAGE or interval % PAGE):
             raise ConfigError(
@@ -51,8 +55,8 @@ class EngineConfig:
             )
         if self.checkpoint_slots is not None and self.checkpoint_bytes is not None:
             raise ConfigError(
-                f"checkpoint_slots={self.checkpoint_slots} and checkpoint_bytes={self.checkpoint_bytes}"
-                " are both set; give one"
+                f"checkpoint_slots={self.checkpoint_slots} and"
+                f" checkpoint_bytes={self.checkpoint_bytes} are both set; give one"
             )
         if self.checkpoint_slots is not None and self.checkpoint_slots < 0:
             raise ConfigError(f"checkpoint_slots is {self.checkpoint_slots}; it must be >= 0")
@@ -80,15 +84,17 @@ class EngineConfig:
         """Refuse what does not fit the model or the plan's refresh window.
 
         Raises:
-            ConfigError: the context is longer than the model's, or a prefill step has no room for a replay
-                and one page of new tokens.
+            ConfigError: the context is longer than the model's, or a prefill step has no room for a
+                replay and one page of new tokens.
         """
         if self.max_context > model.max_context:
             raise ConfigError(
-                f"max_context is {self.max_context}; the model was made for {model.max_context} tokens"
+                f"max_context is {self.max_context};"
+                f" the model was made for {model.max_context} tokens"
             )
         need = PAGE + (window + 3 if window else 0)
         if self.prefill_tokens < need:
             raise ConfigError(
-                f"prefill_tokens is {self.prefill_tokens}; a refresh of {window} tokens needs {need}"
+                f"prefill_tokens is {self.prefill_tokens};"
+                f" a refresh of {window} tokens needs {need}"
             )

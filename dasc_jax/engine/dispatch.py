@@ -1,4 +1,4 @@
-"""The device side of an engine: its memory, its compiled steps, and host values turned into batches."""
+"""The device side of an engine: its memory, its compiled steps, host values made into batches."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,9 @@ def on_device(tree: Any) -> Any:
 class Device:
     """Owns `memory`; every method dispatches one step and replaces it."""
 
-    def __init__(self, model: Model, config: EngineConfig, plan: SelectionPlan, checkpoint_slots: int):
+    def __init__(
+        self, model: Model, config: EngineConfig, plan: SelectionPlan, checkpoint_slots: int
+    ):
         self.model, self.config, self.plan = model, config, plan
         dtype = jnp.dtype(model.dtype)
         state = State(
@@ -77,7 +79,7 @@ class Device:
         sampling: Sequence[SamplingParams],
         positions: Sequence[int],
     ) -> Sampled:
-        """Run packed segments; checkpoint `boundaries[i]` into `store_slots[i]`; sample at `rows`."""
+        """Run packed segments, checkpoint `boundaries[i]` into `store_slots[i]`, sample `rows`."""
         tokens = sum(len(s.tokens) for s in segments)
         bucket: PrefillBucket = smallest(self.prefill_buckets, tokens, lambda b: b.tokens)
         batch = pack_segments(segments, boundaries, rows, self.keep, bucket)
@@ -89,8 +91,10 @@ class Device:
         self.memory, out = run(self.memory, self.model.params, batch, rows_of, slots)
         return out
 
-    def decode(self, rows: Sequence[tuple[int, int, int, Sequence[int], SamplingParams]]) -> Sampled:
-        """One step of (token, its position, slot, pages, sampling) rows; samples the next position."""
+    def decode(
+        self, rows: Sequence[tuple[int, int, int, Sequence[int], SamplingParams]]
+    ) -> Sampled:
+        """Run rows of (token, its position, slot, pages, sampling); samples the next position."""
         size = smallest(self.decode_buckets, len(rows), lambda b: b)
         args = self._decode_arrays(rows, size)
         run = self.executables.get(("decode", size), partial(self._compile_decode, *args))
@@ -99,24 +103,26 @@ class Device:
         return out
 
     def load(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
-        """Unpack checkpoints into active slots."""
+        """Unpack checkpoints into active slots, a few at a time."""
         width = self.prefill_buckets[0].rows
-        args = tuple(np.zeros(width, np.int32) for _ in range(2))
-        args[0][: len(checkpoints)], args[1][: len(slots)] = checkpoints, slots
-        run = self.executables.get(("load", width), partial(self._compile_load, *args))
-        state = run(self.memory.state, self.memory.pool, *on_device(args))
-        self.memory = self.memory._replace(state=state)
+        for at in range(0, len(slots), width):
+            args = (
+                _filled(checkpoints[at : at + width], width),
+                _filled(slots[at : at + width], width),
+            )
+            run = self.executables.get(("load", width), partial(self._compile_load, *args))
+            state = run(self.memory.state, self.memory.pool, *on_device(args))
+            self.memory = self.memory._replace(state=state)
 
     def _decode_arrays(
         self, rows: Sequence[tuple[int, int, int, Sequence[int], SamplingParams]], size: int
     ) -> tuple[DecodeBatch, SamplingBatch]:
-        columns = [np.zeros(size, np.int32) for _ in range(3)]
+        tokens, positions, slots = (np.zeros(size, np.int32) for _ in range(3))
         for at, row in enumerate(rows):
-            for column, value in zip(columns, row[:3], strict=True):
-                column[at] = value
+            tokens[at], positions[at], slots[at] = row[:3]
         table = page_rows([row[3] for row in rows], size, self.config.context_pages)
         sampling = sampling_batch([row[4] for row in rows], [row[1] + 1 for row in rows], size)
-        return DecodeBatch(*columns, table), sampling
+        return DecodeBatch(tokens, positions, slots, table), sampling
 
     def _compile_prefill(self, batch: PrefillBatch, rows: SamplingBatch, slots: np.ndarray) -> Any:
         args = abstract((self.memory, self.model.params, batch, rows, slots))
@@ -129,3 +135,10 @@ class Device:
     def _compile_load(self, checkpoints: np.ndarray, slots: np.ndarray) -> Any:
         args = abstract((self.memory.state, self.memory.pool, checkpoints, slots))
         return self._load.lower(*args).compile()
+
+
+def _filled(values: Sequence[int], width: int) -> np.ndarray:
+    """`values` and then zeros, the sink, up to `width`."""
+    out = np.zeros(width, np.int32)
+    out[: len(values)] = values
+    return out

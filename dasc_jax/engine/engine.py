@@ -1,21 +1,29 @@
 """The engine other threads talk to: it owns the loop, and alone steps it.
 
-    engine = Engine(model, EngineConfig(max_running=8))
-    results = engine.generate([Request("a", prompt)])            # the loop runs in the caller
-    engine.start(); engine.submit(request, on_event); ...        # or in a thread of its own
+engine = Engine(model, EngineConfig(max_running=8))
+results = engine.generate([Request("a", prompt)])            # the loop runs in the caller
+engine.start(); engine.submit(request, on_event); ...        # or in a thread of its own
 """
 
 import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 
 from dasc_jax.engine.active import Active
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.loop import Loop
-from dasc_jax.engine.request import OnEvent, Request, RequestResult, TokenEvent
+from dasc_jax.engine.request import (
+    OnEvent,
+    Request,
+    RequestResult,
+    SamplingParams,
+    TokenEvent,
+)
 from dasc_jax.model import Model
 from dasc_jax.types import PAGE
 
@@ -24,6 +32,10 @@ log = logging.getLogger(__name__)
 
 class Engine:
     """Serves requests on one model; every method may be called from any thread.
+
+    `on_event` may call all of them but `generate` and `start`. What it raises is logged and ends
+    its own request, as an abort does; the others go on. A step that fails ends every request with
+    reason "error" and the engine with them: `alive` is false from then on.
 
     Args:
         model: weights, config and tokenizer.
@@ -46,20 +58,26 @@ class Engine:
         self._inbox: queue.Queue[Callable[[], object]] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._gate = threading.Lock()  # nothing enters the inbox behind the loop's last look at it
+        self._turn = threading.RLock()  # whose turn it is to step the loop, without a thread
+        self._stepper: int | None = None
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Queue a request; `on_event` is called from the loop's thread for every token, and must not block.
+        """Queue a request.
+
+        `on_event` is called from the loop's thread for every token, and must not block.
 
         Raises:
-            ValueError: a prompt that is empty, past the context or outside the vocabulary, an unknown state policy,
-                or a pool too small for the request.
+            ValueError: a prompt that is empty, past the context or outside the vocabulary, an
+                unknown state policy, or a pool too small for the request.
             RuntimeError: the engine has stopped.
         """
         self._check(request)
-        if self._stopping.is_set() or self.failure:
-            raise RuntimeError("the engine has stopped")
         active = Active(request, on_event, time.perf_counter(), list(request.prompt))
-        self._inbox.put(lambda: self.loop.receive(active))
+        with self._gate:
+            if self._stopping.is_set():
+                raise RuntimeError("the engine has stopped") from self.failure
+            self._inbox.put(lambda: self.loop.receive(active))
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; one that has ended already is left alone."""
@@ -74,35 +92,63 @@ class Engine:
         return self._ask(self.loop.stats)
 
     def start(self) -> "Engine":
-        """Run the loop in a thread of its own."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="dasc-engine", daemon=True)
-            self._thread.start()
+        """Run the loop in a thread of its own.
+
+        Raises:
+            RuntimeError: the engine has stopped, or `on_event` asks.
+        """
+        self._require_outside("start")
+        with self._turn, self._gate:
+            if self._stopping.is_set():
+                raise RuntimeError("the engine has stopped") from self.failure
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="dasc-engine", daemon=True)
+                self._thread.start()
         return self
 
     def stop(self) -> None:
         """Abort everything and end the thread; the engine takes no request afterwards."""
-        self._stopping.set()
+        with self._gate:
+            self._stopping.set()
+        if self._stepper == threading.get_ident():
+            return  # asked by on_event: the loop ends behind this step
         if self._thread is not None:
             self._inbox.put(lambda: None)
             self._thread.join()
-            self._thread = None
-        self._drain()
-        self.loop.abort_all("abort")
+        with self._turn:
+            self._finish()
 
     @property
     def alive(self) -> bool:
         """The loop's thread runs and has not failed."""
         return self._thread is not None and self._thread.is_alive() and self.failure is None
 
-    def generate(self, requests: Sequence[Request]) -> list[RequestResult]:
+    def generate(
+        self,
+        prompts: Sequence[Request | Sequence[int]],
+        sampling: SamplingParams | None = None,
+    ) -> list[RequestResult]:
         """Run requests to their end and return their results in order.
 
+        A prompt may be a bare sequence of token ids; it is then sampled as `sampling` says (None: the
+        defaults of `SamplingParams`) and named "prompt-" and its place.
+
         Raises:
-            ValueError: as `submit`; nothing is run then. RuntimeError: the loop failed.
+            ValueError: as `submit`, or two requests of one id; nothing is run then.
+            RuntimeError: the engine has stopped or fails, or `on_event` asks.
         """
+        self._require_outside("generate")
+        requests = [
+            prompt
+            if isinstance(prompt, Request)
+            else Request(f"prompt-{at}", tuple(prompt), sampling or SamplingParams())
+            for at, prompt in enumerate(prompts)
+        ]
         for request in requests:
             self._check(request)
+        twice = [key for key, count in Counter(r.id for r in requests).items() if count > 1]
+        if twice:
+            raise ValueError(f"request ids {twice} occur more than once")
         results: dict[str, RequestResult] = {}
         arrived = threading.Event()
 
@@ -111,30 +157,71 @@ class Engine:
                 results[event.id] = event.result
                 arrived.set()
 
-        for request in requests:
-            self.submit(request, collect)
-        while len(results) < len(requests):
-            if self._thread is None:
-                self._drain()
-                self.loop.step()
-            else:
-                arrived.wait(1.0)
-                arrived.clear()
-            if self.failure:
-                raise RuntimeError("the engine has failed") from self.failure
+        try:
+            for request in requests:
+                self.submit(request, collect)
+            while len(results) < len(requests):
+                if self._thread is None:
+                    self._step_here()
+                else:
+                    arrived.wait(1.0)
+                    arrived.clear()
+                if self.failure:
+                    raise RuntimeError("the engine has failed") from self.failure
+        finally:
+            for request in requests:
+                if request.id not in results:
+                    self.abort(request.id)
         return [results[request.id] for request in requests]
 
+    def _require_outside(self, what: str) -> None:
+        if self._stepper == threading.get_ident():
+            raise RuntimeError(f"{what} was called inside on_event")
+
     def _serve(self) -> None:
+        self._stepper = threading.get_ident()
         try:
             while not self._stopping.is_set():
                 self._drain()
                 if not self.loop.step():
                     self._inbox.get()()
+            self._finish()
         except Exception as error:
-            log.exception("the engine's loop failed")
+            self._fail(error)
+        finally:
+            self._stepper = None
+
+    def _step_here(self) -> None:
+        """One step in the calling thread, for an engine without a thread of its own."""
+        with self._turn:
+            if self._thread is not None:
+                return
+            self._stepper = threading.get_ident()
+            try:
+                self._drain()
+                self.loop.step()
+                if self._stopping.is_set():
+                    self._finish()
+            except Exception as error:
+                self._fail(error)
+            finally:
+                self._stepper = None
+
+    def _fail(self, error: Exception) -> None:
+        log.error("the engine's loop failed", exc_info=error)
+        with self._gate:
             self.failure = error
-            self._drain()
-            self.loop.abort_all("error")
+            self._stopping.set()
+        self._finish()
+
+    def _finish(self) -> None:
+        """End every request, those in the inbox included. Legal once nothing more can enter it."""
+        self._drain()
+        if self.failure is None:
+            self.loop.abort_all("abort")
+        else:
+            reason = f"the engine failed: {type(self.failure).__name__}: {self.failure}"
+            self.loop.abort_all("error", reason)
 
     def _drain(self) -> None:
         while True:
@@ -145,10 +232,14 @@ class Engine:
             message()
 
     def _ask[T](self, question: Callable[[], T]) -> T:
-        """Ask the loop between two steps and wait for its answer."""
-        if self._thread is None:
-            self._drain()
+        """Ask the loop between two steps (or, from `on_event`, inside one) for an answer."""
+        if self._stepper == threading.get_ident():
             return question()
+        with self._turn:
+            ended = self._thread is None or not self._thread.is_alive()
+            if ended and self.failure is None:
+                self._drain()
+                return question()
         answer: Future[T] = Future()
 
         def reply() -> None:
@@ -170,16 +261,26 @@ class Engine:
         total, limit = len(prompt) + request.sampling.max_tokens, self.config.max_context
         if not prompt:
             raise ValueError("the prompt is empty; it must have at least 1 token")
+        kinds = {type(token) for token in prompt}
+        if not all(issubclass(kind, Integral) for kind in kinds):
+            raise ValueError(f"the prompt holds {_names(kinds)}; token ids are integers")
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             bad = next(t for t in prompt if not 0 <= t < vocabulary)
             raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary}")
         if total > limit:
             raise ValueError(
-                f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens} make {total};"
-                f" the context is {limit}"
+                f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}"
+                f" make {total}; the context is {limit}"
             )
         need, have = -(-total // PAGE), self.config.num_pages - 1
         if need > have:
             raise ValueError(f"the request needs {need} attention pages; the pool has {have}")
         if request.state_policy not in (None, "dense", "nr", "wr"):
-            raise ValueError(f"state_policy {request.state_policy!r}: expected 'dense', 'nr' or 'wr'")
+            raise ValueError(
+                f"state_policy {request.state_policy!r}: expected 'dense', 'nr' or 'wr'"
+            )
+        request.namespace.encode()  # half of a surrogate pair: UnicodeError, a ValueError
+
+
+def _names(kinds: set[type]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))

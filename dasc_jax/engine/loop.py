@@ -1,5 +1,6 @@
-"""The serving loop, single threaded: receive, schedule, forward, publish. It reads top to bottom in `step`."""
+"""The serving loop, single threaded: receive, schedule, forward, publish; `step` is all of it."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,13 +13,15 @@ from dasc_jax.engine.active import Active, lay_out, most_likely
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.dispatch import Device
 from dasc_jax.engine.request import CacheReport, FinishReason, RequestResult, TokenEvent
-from dasc_jax.engine.residency import Residency
+from dasc_jax.engine.residency import Holding, Residency
 from dasc_jax.engine.sampling import Sampled
 from dasc_jax.engine.scheduler import next_step, prefill_pieces
 from dasc_jax.horizons import retention_horizons
 from dasc_jax.layout import account
 from dasc_jax.model import Model
 from dasc_jax.plan import SelectionPlan, make_plan
+
+log = logging.getLogger(__name__)
 
 
 def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) -> int:
@@ -73,16 +76,18 @@ class Loop:
         else:
             self.waiting[key] = active
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+    def abort(
+        self, request_id: str, reason: FinishReason = "abort", error: str | None = None
+    ) -> None:
         """End a request wherever it is; one that has ended already is left alone."""
         for stage in (self.waiting, self.prefilling, self.decoding):
             if request_id in stage:
-                self._end(stage.pop(request_id), reason, None)
+                self._end(stage.pop(request_id), reason, error)
 
-    def abort_all(self, reason: FinishReason) -> None:
+    def abort_all(self, reason: FinishReason, error: str | None = None) -> None:
         """End every request."""
         for request_id in [*self.waiting, *self.prefilling, *self.decoding]:
-            self.abort(request_id, reason)
+            self.abort(request_id, reason, error)
 
     def flush(self) -> bool:
         """Forget all cached prefixes; False, with nothing done, while requests run or wait."""
@@ -115,11 +120,12 @@ class Loop:
         }
 
     def _admit(self) -> None:
-        """Admit in order of arrival, as long as slots and pages last."""
+        """Admit in order of arrival, as long as slots and pages last; load what was hit in one step."""
+        loads: list[Holding] = []
         for key, active in list(self.waiting.items()):
             held = self.residency.admit(active.request, np.asarray(active.tokens, np.int32))
             if held is None:
-                return
+                break
             del self.waiting[key]
             active.held, active.done = held, held.report.hit_depth
             self.prefilling[key] = active
@@ -127,8 +133,10 @@ class Loop:
             self.counters["cached_tokens"] += active.done
             self.counters[f"lookup_{held.report.reason}"] += 1
             if held.load_slot:
-                self.device.load([held.load_slot], [held.slot])
-                self.residency.loaded(held)
+                loads.append(held)
+        self.device.load([held.load_slot for held in loads], [held.slot for held in loads])
+        for held in loads:
+            self.residency.loaded(held)
 
     def _prefill(self) -> None:
         bucket = self.device.prefill_buckets[-1]
@@ -177,25 +185,34 @@ class Loop:
                 active.logprobs.append((chosen, top))
             reason = active.ends_with(token, self.model.config.eos_token_ids)
             if reason is None:
-                active.on_event(TokenEvent(active.request.id, token, chosen, top, None))
+                self._tell(active, TokenEvent(active.request.id, token, chosen, top, None))
                 continue
             del self.decoding[active.request.id]
             self.residency.publish(active.request, active.holding, active.tokens[:-1])
             result = self._result(active, reason, None)
-            active.on_event(TokenEvent(active.request.id, token, chosen, top, result))
+            self._tell(active, TokenEvent(active.request.id, token, chosen, top, result))
 
     def _end(self, active: Active, reason: FinishReason, error: str | None) -> None:
         """End a request without a token of its own: aborted, refused or failed."""
         result = self._result(active, reason, error)
-        active.on_event(TokenEvent(active.request.id, None, None, None, result))
+        self._tell(active, TokenEvent(active.request.id, None, None, None, result))
 
-    def _result(
-        self, active: Active, reason: FinishReason, error: str | None
-    ) -> RequestResult:
+    def _tell(self, active: Active, event: TokenEvent) -> None:
+        """Hand an event over; a receiver that raises loses its request, and nobody else does."""
+        try:
+            active.on_event(event)
+        except Exception:
+            log.exception("on_event of request %r failed", event.id)
+            if event.result is None:
+                self.abort(event.id)
+
+    def _result(self, active: Active, reason: FinishReason, error: str | None) -> RequestResult:
         """Give back all that the request holds, and say how it went."""
         now = time.perf_counter()
         held, request = active.held, active.request
-        report = held.report if held else CacheReport(self.residency.policy(request), "not_admitted")
+        report = (
+            held.report if held else CacheReport(self.residency.policy(request), "not_admitted")
+        )
         if held:
             self.residency.release(held)
             active.held = None

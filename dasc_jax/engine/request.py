@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal, NamedTuple
 
 StatePolicy = Literal["dense", "nr", "wr"]
@@ -10,9 +11,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to pick tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
+    """How to pick tokens.
 
-    `seed` fixes the random stream of this request whatever else runs beside it. `logprobs` asks for the
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` fixes the
+    random stream of this request whatever else runs beside it. `logprobs` asks for the
     log-probabilities of that many most likely tokens at every generated position.
 
     Raises:
@@ -33,18 +35,21 @@ class SamplingParams:
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, ">= 1"),
             ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "in [0, 100]"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps every token)"),
+            ("top_k", self.top_k, 0 <= self.top_k < 2**31, "in [0, 2**31) (0 keeps every token)"),
             ("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, ">= 0"),
         )
         for name, value, fine, bound in checks:
             if not fine:
                 raise ValueError(f"{name} is {value}; it must be {bound}")
+        for name in ("max_tokens", "top_k", "seed"):
+            if not isinstance(getattr(self, name), Integral):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be an integer")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. `namespace` separates cached prefixes that must not be shared (a salt)."""
+    """One prompt to continue. `namespace` (a salt) separates prefixes that must not be shared."""
 
     id: str
     prompt: tuple[int, ...]
@@ -57,8 +62,8 @@ class Request:
 class CacheReport:
     """What the prefix cache did for one request: the `dasc` object of a response.
 
-    Depths and replayed tokens count tokens; units count over all recurrent layers. `lineage` is the number
-    of lossy loads behind the state the request ran from, its own included (0: exact).
+    Depths and replayed tokens count tokens; units count over all recurrent layers. `lineage` is the
+    number of lossy loads behind the state the request ran from, its own included (0: exact).
     """
 
     policy: StatePolicy
@@ -74,10 +79,11 @@ class CacheReport:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """A finished request. `ttft` and `latency` are seconds from `submit`; `error` is set with reason "error".
+    """A finished request.
 
-    `logprobs[i]` is (log-probability of `tokens[i]`, {token id: log-probability} of the most likely ones),
-    kept only when the request asked for it.
+    `ttft` and `latency` are seconds from `submit`; `error` is set with finish reason "error".
+    `logprobs[i]` is (log-probability of `tokens[i]`, {token id: log-probability} of the most likely
+    ones), kept only when the request asked for it.
     """
 
     id: str
@@ -93,7 +99,7 @@ class RequestResult:
 
 
 class TokenEvent(NamedTuple):
-    """One generated token (`token` is None when a request ends without one), last of all with the result."""
+    """One generated token, the last with the result; `token` is None if a request ends without."""
 
     id: str
     token: int | None

@@ -1,7 +1,7 @@
 """What requests hold while they run: a slot, pages, a lock on their prefix, checkpoints on the way.
 
-The one place where the pure prefix cache meets an engine. Everything taken here is given back by `release`,
-however a request ends.
+The one place where the pure prefix cache meets an engine. Everything taken here is given back by
+`release`, however a request ends.
 """
 
 from collections import Counter
@@ -24,9 +24,9 @@ from dasc_jax.types import PAGE
 class Holding:
     """Everything one admitted request holds.
 
-    `pages` cover all its positions in order; of them `private` are its own and not in the trie. `pending` maps
-    a depth to the checkpoint slot a dispatched prefill step fills, `skipped` are depths no slot could be had for.
-    `lineage` is that of the state it runs from.
+    `pages` cover all its positions in order; of them `private` are its own and not in the trie.
+    `pending` maps a depth to the checkpoint slot a dispatched prefill step fills, `skipped` are
+    depths no slot could be had for. `lineage` is that of the state it runs from.
     """
 
     slot: int
@@ -59,7 +59,7 @@ class Residency:
         return request.state_policy or self.config.dasc.policy
 
     def admit(self, request: Request, tokens: np.ndarray) -> Holding | None:
-        """Take a slot, a lock and pages for the whole request; None, with nothing taken, if they are not there."""
+        """Take a slot, a lock and pages for the whole request; None, and nothing, if they lack."""
         if not self.free_slots:
             return None
         policy = self.policy(request)
@@ -147,11 +147,11 @@ class Residency:
         )
 
     def loaded(self, held: Holding) -> None:
-        """Let the checkpoint go: the step that reads it is dispatched, and the device keeps their order."""
+        """Let the checkpoint go: its reader is dispatched, and the device keeps the order."""
         self.cache, held.lock = prefix_cache.unlock_state(self.cache, held.lock)
 
     def checkpoint_slot(self, held: Holding, depth: int) -> int:
-        """A pool slot for the state at `depth`; 0, the sink, when none can be had (counted, never an error)."""
+        """A pool slot for the state at `depth`; 0, the sink, when none can be had (counted)."""
         before = self.cache
         self.cache, slot = prefix_cache.allocate_slot(before)
         if slot is None:
@@ -163,7 +163,7 @@ class Residency:
         return slot
 
     def publish(self, request: Request, held: Holding, tokens: Sequence[int]) -> None:
-        """Give the complete pages of `tokens` (all of them computed) and the filled checkpoints to the trie."""
+        """Give the complete pages of `tokens`, all computed, and filled checkpoints to the trie."""
         if not self.config.prefix_cache:
             return
         whole = len(tokens) // PAGE
@@ -202,14 +202,17 @@ class Residency:
         held.pending, held.private = {}, set()
 
     def flush(self) -> None:
-        """Forget everything cached. Legal only when no request runs (raises ValueError otherwise)."""
+        """Forget everything cached. Legal only when no request runs (else ValueError)."""
         self.cache = prefix_cache.flush(self.cache)
         self.meta = {}
 
     def stats(self) -> dict[str, float]:
         """Pool accounting and counters, O(1) in the size of the pools."""
         counts = self.cache.counts._asdict()
-        return {**{k: float(v) for k, v in counts.items()}, **{k: float(v) for k, v in self.counters.items()}}
+        return {
+            **{k: float(v) for k, v in counts.items()},
+            **{k: float(v) for k, v in self.counters.items()},
+        }
 
     def _forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -1,7 +1,7 @@
 """Choosing tokens on the device: greedy, temperature, top-k, top-p, one random stream a request.
 
-A request's draw depends on its seed and the position it fills only, so it is the same whatever else is in
-the batch and however often the engine was restarted.
+A request's draw depends on its seed and the position it fills only, so it is the same whatever else
+is in the batch and however often the engine was restarted.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from dasc_jax.engine.request import SamplingParams
+from dasc_jax.types import AnyArray
 
 
 class SamplingBatch(NamedTuple):
     """`SamplingParams` of a batch as arrays. `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
 
-    temperature: Float32[Array, "B"]
-    top_p: Float32[Array, "B"]
-    top_k: Int32[Array, "B"]
-    seed: UInt32[Array, "B 2"]
-    position: Int32[Array, "B"]
+    temperature: Float32[AnyArray, "B"]
+    top_p: Float32[AnyArray, "B"]
+    top_k: Int32[AnyArray, "B"]
+    seed: UInt32[AnyArray, "B 2"]
+    position: Int32[AnyArray, "B"]
 
 
 class Sampled(NamedTuple):
@@ -59,7 +60,10 @@ def _restrict(scaled: Float32[Array, "B vocab"], batch: SamplingBatch) -> Float3
     ordered = jnp.where(ordered >= kth, ordered, -jnp.inf)
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept = jnp.where((before < batch.top_p[:, None]) & jnp.isfinite(ordered), ordered, jnp.inf)
+    # A top_p of 1 drops nothing, however the sum rounds: a draw depends on no other row's limits.
+    top_p = jnp.where(batch.top_p < 1.0, batch.top_p, jnp.inf)
+    top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)[:, None]
+    kept = jnp.where((before < top_p) & jnp.isfinite(ordered), ordered, jnp.inf)
     lowest = jnp.min(kept, axis=-1, keepdims=True)
     return jnp.where(scaled >= lowest, scaled, -jnp.inf)
 
@@ -69,7 +73,7 @@ def _draw(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Int32[Arra
     limited = jnp.any((batch.top_k > 0) | (batch.top_p < 1.0))
     scaled = jax.lax.cond(limited, lambda s: _restrict(s, batch), lambda s: s, scaled)
 
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def noise(seed: AnyArray, position: AnyArray) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed[0]), seed[1]), position)
         return jax.random.gumbel(key, scaled.shape[-1:], jnp.float32)
 
@@ -80,7 +84,5 @@ def _draw(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Int32[Arra
 def sample(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Sampled:
     """One token a row. Rows with temperature 0 take the most likely token."""
     greedy = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)  # noqa: E731
-    tokens = jax.lax.cond(
-        jnp.any(batch.temperature > 0), lambda x: _draw(x, batch), greedy, logits
-    )
+    tokens = jax.lax.cond(jnp.any(batch.temperature > 0), lambda x: _draw(x, batch), greedy, logits)
     return Sampled(tokens, jax.nn.log_softmax(logits, axis=-1))

@@ -9,8 +9,9 @@ from dasc_jax.types import PAGE
 class Prefilling(NamedTuple):
     """What the scheduler needs to know of an admitted prompt.
 
-    `done` tokens are computed (or came from the cache), a multiple of 64; `replay` tokens in front of `done` must
-    be replayed together with the next piece; `checkpoints` are the depths still to be stored, ascending.
+    `done` tokens are computed (or came from the cache), a multiple of 64; `replay` tokens in front
+    of `done` must be replayed together with the next piece; `checkpoints` are the depths still to
+    be stored, ascending.
     """
 
     id: str
@@ -31,10 +32,11 @@ class Piece(NamedTuple):
 
 
 def prefill_pieces(queue: Sequence[Prefilling], tokens: int, requests: int) -> list[Piece]:
-    """Fill a step of at most `tokens` packed tokens and `requests` requests, first come first served.
+    """Fill a step of at most `tokens` packed tokens and `requests` requests, first come first.
 
-    A piece ends where its prompt ends or at a multiple of 64, so that every run cuts its chunks at the same
-    absolute positions. A prompt is cut for the size of a step only, never for a checkpoint.
+    A piece ends where its prompt ends or at a multiple of 64, so that every run cuts its chunks at
+    the same absolute positions. A prompt is cut for the size of a step only, never for a
+    checkpoint.
     """
     pieces: list[Piece] = []
     room = tokens
@@ -55,8 +57,8 @@ def checkpoint_depths(
 ) -> tuple[int, ...]:
     """Depths at which a prompt of `length` tokens, resumed at `hit_depth`, is checkpointed.
 
-    The last boundary that still leaves a token to compute, every `interval` tokens if set, and the branch
-    point (0: none) where the cached KV went deeper than any state.
+    The last boundary that still leaves a token to compute, every `interval` tokens if set, and the
+    branch point (0: none) where the cached KV went deeper than any state.
     """
     last = (length - 1) // PAGE * PAGE
     depths = {last, branch_depth}
@@ -68,7 +70,7 @@ def checkpoint_depths(
 def next_step(
     prefilling: int, decoding: int, previous: Literal["prefill", "decode"]
 ) -> Literal["prefill", "decode", "idle"]:
-    """Prompts first, but never two prefill steps in a row while requests wait for their next token."""
+    """Prompts first, but never two prefill steps in a row while requests wait for a token."""
     if prefilling and not (decoding and previous == "prefill"):
         return "prefill"
     return "decode" if decoding else "idle"

@@ -1,7 +1,7 @@
 """The three functions that run on the device: prefill, decode, and loading checkpoints into slots.
 
-Each takes what it changes first and returns it first, so that the engine can donate it; nothing else in the
-engine touches device memory.
+Each takes what it changes first and returns it first, so that the engine can donate it; nothing
+else in the engine touches device memory.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,9 @@ class Memory(NamedTuple):
 class Steps(NamedTuple):
     """The device functions of one model and plan."""
 
-    prefill: Callable[[Memory, Params, PrefillBatch, SamplingBatch, jax.Array], tuple[Memory, Sampled]]
+    prefill: Callable[
+        [Memory, Params, PrefillBatch, SamplingBatch, jax.Array], tuple[Memory, Sampled]
+    ]
     decode: Callable[[State, Params, DecodeBatch, SamplingBatch], tuple[State, Sampled]]
     load: Callable[[State, CheckpointPool, jax.Array, jax.Array], State]
 
@@ -44,7 +46,7 @@ def make_steps(config: ModelConfig, dtype: str, plan: SelectionPlan) -> Steps:
         sampling: SamplingBatch,
         store_slots: Int32[Array, "NB"],
     ) -> tuple[Memory, Sampled]:
-        """Run packed prompt tokens, checkpoint the wanted boundaries into `store_slots` (0: drop)."""
+        """Run packed prompt tokens, checkpoint wanted boundaries into `store_slots` (0: drop)."""
         state, out = model.prefill(params, memory.state, batch)
         pool = store(plan, memory.pool, store_slots, *out.boundary)
         return Memory(state, pool), sample(out.logits, sampling)

@@ -1,7 +1,8 @@
 """The model families, built abstractly and run as pure functions over a flat dict of parameters.
 
-`functions(config, dtype)` gives what is jitted: `(params, state, batch) -> (state, out)`. A module is merged from
-its parameters only while such a function is traced, so nothing of Flax runs on the hot path.
+`functions(config, dtype)` gives what is jitted: `(params, state, batch) -> (state, out)`. A module
+is merged from its parameters only while such a function is traced, so nothing of Flax runs on the
+hot path.
 """
 
 from collections.abc import Callable
@@ -54,9 +55,10 @@ def _abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[HybridModel
 
 
 def abstract_params(config: ModelConfig, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path, shape and dtype of every parameter of `config`, with `dtype` ("bfloat16", ...) the model dtype.
+    """Path, shape and dtype of every parameter of `config`.
 
-    Decay parameters and Kimi's router are float32 whatever `dtype` is.
+    `dtype` ("bfloat16", ...) is the model dtype. Decay parameters and Kimi's router are float32
+    whatever `dtype` is.
     """
     _, flat = _abstract(config, dtype)
     return {_path(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}

@@ -1,4 +1,4 @@
-"""The attention layers: NoPE-MLA (Kimi-Linear, absorbed) and gated grouped-query attention (Qwen3-Next).
+"""The attention layers: NoPE-MLA, absorbed (Kimi-Linear), and gated grouped-query (Qwen3-Next).
 
 Both write the new tokens' rows to their pages, then attend over the pages; `layer` counts attention
 layers only. Replayed and padding tokens write to page 0, the sink, and read what the cache holds.
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 from dasc_jax.config import GQAConfig, MLAConfig, ModelConfig
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
 from dasc_jax.models.layers import Linear, RMSNorm, ZeroCentredRMSNorm, rotate
-from dasc_jax.types import PAGE, AttentionPages
+from dasc_jax.types import PAGE, AnyArray, AttentionPages
 from pallas_kernels.paged_attention import (
     PagedRows,
     paged_attention_decode,
@@ -25,13 +25,20 @@ Attend = Callable[..., Array]
 
 
 def _write(
-    pages: jax.Array, layer: int, rows: jax.Array, page: Int32[Array, "T"], position: Int32[Array, "T"]
+    pages: jax.Array,
+    layer: int,
+    rows: jax.Array,
+    page: Int32[AnyArray, "T"],
+    position: Int32[AnyArray, "T"],
 ) -> jax.Array:
     return pages.at[layer, page, position % PAGE].set(rows.astype(pages.dtype))
 
 
 class PagedMixer(nnx.Module):
     """What both attention layers share: where rows are written and which keys a query sees."""
+
+    def __init__(self, width: int, config: MLAConfig | GQAConfig, layer: int, dtype: jnp.dtype):
+        raise NotImplementedError
 
     def prefill(
         self, h: Float[Array, "T D"], pages: AttentionPages, batch: PrefillBatch
@@ -63,8 +70,8 @@ class PagedMixer(nnx.Module):
         self,
         h: Float[Array, "T D"],
         pages: AttentionPages,
-        page: Int32[Array, "T"],
-        position: Int32[Array, "T"],
+        page: Int32[AnyArray, "T"],
+        position: Int32[AnyArray, "T"],
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], AttentionPages]:
         """Project, write rows to (`page`, `position` mod 64), attend, project back."""
@@ -72,11 +79,11 @@ class PagedMixer(nnx.Module):
 
 
 class LatentAttention(PagedMixer):
-    """Multi-head latent attention without positions, absorbed: heads read the cached latent directly.
+    """Latent attention without positions, absorbed: heads read the cached latent directly.
 
     score_h = ((W_k,h^T q_nope,h) . latent + q_shared,h . shared) / sqrt(nope + shared);
-    out_h = W_v,h (sum_s p_s latent_s). Equal to the expanded form, and one row of latent + shared values
-    a token is all that is cached.
+    out_h = W_v,h (sum_s p_s latent_s). Equal to the expanded form, and one row of latent + shared
+    values a token is all that is cached.
     """
 
     def __init__(self, width: int, config: MLAConfig, layer: int, dtype: jnp.dtype):
@@ -93,8 +100,8 @@ class LatentAttention(PagedMixer):
         self,
         h: Float[Array, "T D"],
         pages: AttentionPages,
-        page: Int32[Array, "T"],
-        position: Int32[Array, "T"],
+        page: Int32[AnyArray, "T"],
+        position: Int32[AnyArray, "T"],
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], AttentionPages]:
         c = self.config
@@ -104,15 +111,15 @@ class LatentAttention(PagedMixer):
         q = self.q_proj(h).reshape(h.shape[0], c.num_heads, -1)
         absorbed = jnp.einsum("thn,hnl->thl", q[..., : c.nope_dim], self.k_up[...])
         query = jnp.concatenate([absorbed, q[..., c.nope_dim :]], axis=-1)
-        rows = cache[:, :, :, None, :]
         scale = (c.nope_dim + c.shared_dim) ** -0.5
-        mixed = attend(query, PagedRows(rows, rows, self.layer, c.latent_dim), scale).astype(h.dtype)
+        paged = PagedRows(cache, cache, self.layer, c.latent_dim)
+        mixed = attend(query, paged, scale).astype(h.dtype)
         out = jnp.einsum("thl,hvl->thv", mixed, self.v_up[...])
         return self.o_proj(out.reshape(h.shape[0], -1)), AttentionPages((cache,))
 
 
 class GatedAttention(PagedMixer):
-    """Grouped-query attention with normed, partly rotated queries and keys, and a sigmoid output gate."""
+    """Grouped-query attention: normed, partly rotated queries and keys, a sigmoid output gate."""
 
     def __init__(self, width: int, config: GQAConfig, layer: int, dtype: jnp.dtype):
         c = config
@@ -129,8 +136,8 @@ class GatedAttention(PagedMixer):
         self,
         h: Float[Array, "T D"],
         pages: AttentionPages,
-        page: Int32[Array, "T"],
-        position: Int32[Array, "T"],
+        page: Int32[AnyArray, "T"],
+        position: Int32[AnyArray, "T"],
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], AttentionPages]:
         c, rows = self.config, h.shape[0]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from dasc_jax.types import AttentionPages, RecurrentState
+from dasc_jax.types import AnyArray, AttentionPages, RecurrentState
 from pallas_kernels import ChunkTable
 
 
@@ -17,34 +17,34 @@ class State(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """Prompt tokens of several segments, packed and padded to a bucket (design: one layout for prefill).
+    """Prompt tokens of several segments, packed and padded to a bucket.
 
-    A segment is a run of one request's tokens at consecutive positions: usually the whole request, two
-    segments when a refresh replays tokens before the checkpoint (`wr`). Padding tokens, segments and
-    boundaries point at slot 0 and page 0.
+    A segment is a run of one request's tokens at consecutive positions: usually the whole request,
+    two segments when a refresh replays tokens before the checkpoint (`wr`). Padding tokens,
+    segments and boundaries point at slot 0 and page 0.
     """
 
-    tokens: Int32[Array, "T"]
-    positions: Int32[Array, "T"]
+    tokens: Int32[AnyArray, "T"]
+    positions: Int32[AnyArray, "T"]
     table: ChunkTable
-    fresh: Bool[Array, "N"]  # starts from zero: no state, no convolution window
-    slots: Int32[Array, "N"]  # slot a segment starts from
-    final_slots: Int32[Array, "N"]  # slot its last state is written to
-    page_table: Int32[Array, "N M"]
-    write_pages: Int32[Array, "T"]  # page each token's keys go to; 0 for padding and replayed tokens
-    boundary_segment: Int32[Array, "NB"]
-    boundary_end: Int32[Array, "NB"]  # packed index just past the boundary
-    keep: Bool[Array, "L H K"]  # retained units, for segments that merge
-    rows: Int32[Array, "R"]  # packed tokens whose logits are wanted
+    fresh: Bool[AnyArray, "N"]  # starts from zero: no state, no convolution window
+    slots: Int32[AnyArray, "N"]  # slot a segment starts from
+    final_slots: Int32[AnyArray, "N"]  # slot its last state is written to
+    page_table: Int32[AnyArray, "N M"]
+    write_pages: Int32[AnyArray, "T"]  # page its keys go to; 0 for padding and replayed tokens
+    boundary_segment: Int32[AnyArray, "NB"]
+    boundary_end: Int32[AnyArray, "NB"]  # packed index just past the boundary
+    keep: Bool[AnyArray, "L H K"]  # retained units, for segments that merge
+    rows: Int32[AnyArray, "R"]  # packed tokens whose logits are wanted
 
 
 class DecodeBatch(NamedTuple):
     """One token of each of B requests; padding rows have slot 0 and an all-zero page table."""
 
-    tokens: Int32[Array, "B"]
-    positions: Int32[Array, "B"]
-    slots: Int32[Array, "B"]
-    page_table: Int32[Array, "B M"]
+    tokens: Int32[AnyArray, "B"]
+    positions: Int32[AnyArray, "B"]
+    slots: Int32[AnyArray, "B"]
+    page_table: Int32[AnyArray, "B M"]
 
 
 class PrefillOut(NamedTuple):

@@ -1,11 +1,12 @@
 """The delta-rule mixer: KDA and GDN are one layer with two kinds of decay and of output gate.
 
-    q, k, v = silu(conv(W_qkv h));  beta = sigmoid(W_b h);  g = -exp(A_log) softplus(W_a h + dt_bias)
-    S' = diag(exp g) S;  u = beta (v - S'^T k);  S = S' + k u^T;  o = S^T q          (DASC Eq. 1, transposed)
+    q, k, v = silu(conv(W_qkv h));  beta = sigmoid(W_b h)
+    g = -exp(A_log) softplus(W_a h + dt_bias)
+    S' = diag(exp g) S;  u = beta (v - S'^T k);  S = S' + k u^T;  o = S^T q   (DASC Eq. 1, k-major)
     y = W_o (norm(o) * act(W_g h))
 
-What differs is data: KDA has one decay a key channel from a low-rank projection and a sigmoid gate of the
-same form; GDN has one decay a head, grouped key heads, and a full-rank silu gate.
+What differs is data: KDA has one decay a key channel from a low-rank projection and a sigmoid gate
+of the same form; GDN has one decay a head, grouped key heads, and a full-rank silu gate.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,9 @@ class Decay(Projection):
     def __init__(self, width: int, config: DeltaConfig, dtype: jnp.dtype):
         heads, channels = config.num_value_heads, config.key_dim
         self.shape = (heads, channels) if config.kind == "kda" else (heads,)
-        super().__init__(width, config.gate_rank, heads * channels if config.kind == "kda" else heads, dtype)
+        super().__init__(
+            width, config.gate_rank, heads * channels if config.kind == "kda" else heads, dtype
+        )
         self.gate = kda_gate if config.kind == "kda" else gdn_gate
         self.A_log = nnx.Param(jnp.zeros((heads,), jnp.float32))
         self.dt_bias = nnx.Param(jnp.zeros(self.shape, jnp.float32))
@@ -67,7 +70,9 @@ class OutputNorm(nnx.Module):
         self.eps = config.norm_eps
         self.kda = config.kind == "kda"
 
-    def __call__(self, o: Float[Array, "T H V"], gate: Float[Array, "T H V"]) -> Float[Array, "T H V"]:
+    def __call__(
+        self, o: Float[Array, "T H V"], gate: Float[Array, "T H V"]
+    ) -> Float[Array, "T H V"]:
         gate32 = gate.astype(jnp.float32)
         if self.kda:
             weight = self.weight[...].astype(jnp.float32)
@@ -77,7 +82,7 @@ class OutputNorm(nnx.Module):
 
 
 class ShortConv(nnx.Module):
-    """Depthwise causal convolution over q, k and v together, then silu. `weight [C, 4]`, oldest tap first."""
+    """Weights of the depthwise causal convolution over q | k | v: `[C, 4]`, oldest tap first."""
 
     def __init__(self, config: DeltaConfig, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((config.conv_channels, config.conv_kernel), dtype))
@@ -95,7 +100,8 @@ class DeltaMixer(nnx.Module):
     """One recurrent layer. `layer` counts recurrent layers only: its row in the state."""
 
     def __init__(self, width: int, config: DeltaConfig, layer: int, dtype: jnp.dtype):
-        keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
+        keys = config.num_key_heads * config.key_dim
+        values = config.num_value_heads * config.value_dim
         self.config, self.layer = config, layer
         self.q_proj = Linear(width, keys, dtype)
         self.k_proj = Linear(width, keys, dtype)
@@ -113,7 +119,7 @@ class DeltaMixer(nnx.Module):
         """Mix packed tokens; returns (y, state, this layer's boundary states `[NB, ...]`)."""
         u, at = self._conv_input(h), self.layer
         window = jnp.where(batch.fresh[:, None, None], 0, state.conv[at, batch.slots])
-        cu = batch.table.cu_seqlens
+        cu = jnp.asarray(batch.table.cu_seqlens)
         split = self._split(short_conv(u, self.conv.weight[...], window, cu))
         out = delta_prefill(
             *split,
@@ -126,9 +132,8 @@ class DeltaMixer(nnx.Module):
         )
         segments = jnp.arange(cu.shape[0] - 1, dtype=jnp.int32)
         tail = conv_windows(u, window, cu, segments, cu[1:])
-        boundary = RecurrentState(
-            out.boundary, conv_windows(u, window, cu, batch.boundary_segment, batch.boundary_end)
-        )
+        owner, end = jnp.asarray(batch.boundary_segment), jnp.asarray(batch.boundary_end)
+        boundary = RecurrentState(out.boundary, conv_windows(u, window, cu, owner, end))
         state = RecurrentState(
             state.temporal.at[at, batch.final_slots].set(out.final),
             state.conv.at[at, batch.final_slots].set(tail),
@@ -139,12 +144,14 @@ class DeltaMixer(nnx.Module):
         self, h: Float[Array, "B D"], state: RecurrentState, batch: DecodeBatch
     ) -> tuple[Float[Array, "B D"], RecurrentState]:
         """Mix one token of each request, its state read and written in place."""
-        at = self.layer
-        y, window = short_conv_step(self._conv_input(h), self.conv.weight[...], state.conv[at, batch.slots])
-        temporal, o = delta_decode(
-            *self._split(y), self.decay(h), self._beta(h), state.temporal, batch.slots, layer=at
+        at, slots = self.layer, jnp.asarray(batch.slots)
+        y, window = short_conv_step(
+            self._conv_input(h), self.conv.weight[...], state.conv[at, slots]
         )
-        conv = state.conv.at[at, batch.slots].set(window)
+        temporal, o = delta_decode(
+            *self._split(y), self.decay(h), self._beta(h), state.temporal, slots, layer=at
+        )
+        conv = state.conv.at[at, slots].set(window)
         return self._output(o, h), RecurrentState(temporal, conv)
 
     def _conv_input(self, h: Float[Array, "T D"]) -> Float[Array, "T C"]:
@@ -154,8 +161,8 @@ class DeltaMixer(nnx.Module):
         c = self.config
         keys = c.num_key_heads * c.key_dim
         q, k, v = jnp.split(y, [keys, 2 * keys], axis=-1)
-        shape = (y.shape[0], c.num_key_heads, c.key_dim)
-        return Split(q.reshape(shape), k.reshape(shape), v.reshape(-1, c.num_value_heads, c.value_dim))
+        q, k = (x.reshape(-1, c.num_key_heads, c.key_dim) for x in (q, k))
+        return Split(q, k, v.reshape(-1, c.num_value_heads, c.value_dim))
 
     def _beta(self, h: Float[Array, "T D"]) -> Float32[Array, "T H"]:
         return jax.nn.sigmoid(self.b_proj(h).astype(jnp.float32))

@@ -1,6 +1,6 @@
-"""The hybrid decoder both families are: recurrent and attention layers in a pattern the config gives.
+"""The hybrid decoder both families are: recurrent and attention layers, in the config's pattern.
 
-    x = embed[tokens];  x += mixer(norm(x));  x += ffn(norm(x));  logits = lm_head(norm(x))
+x = embed[tokens];  x += mixer(norm(x));  x += ffn(norm(x));  logits = lm_head(norm(x))
 """
 
 from typing import ClassVar
@@ -18,25 +18,30 @@ from dasc_jax.models.moe import MoE
 
 
 class Block(nnx.Module):
-    """One decoder layer: a mixer and a feed-forward, each after its norm and added to the residual."""
+    """One decoder layer: a mixer and a feed-forward, each normed before and added to the stream."""
 
-    def __init__(self, config: ModelConfig, index: int, attention: type[PagedMixer], dtype: jnp.dtype):
+    def __init__(
+        self, config: ModelConfig, index: int, attention: type[PagedMixer], dtype: jnp.dtype
+    ):
         width, eps, centred = config.hidden_size, config.norm_eps, config.zero_centred_norm
-        self.recurrent = config.layer_kinds[index] == "delta"
-        same_kind = [i for i, kind in enumerate(config.layer_kinds) if kind == config.layer_kinds[index]]
-        row = same_kind.index(index)
+        kind = config.layer_kinds[index]
+        row = config.layer_kinds[:index].count(kind)
         self.input_norm = rms_norm(width, eps, dtype, zero_centred=centred)
         self.mixer = (
             DeltaMixer(width, config.delta, row, dtype)
-            if self.recurrent
+            if kind == "delta"
             else attention(width, config.attention, row, dtype)
         )
         self.post_norm = rms_norm(width, eps, dtype, zero_centred=centred)
-        self.ffn = (
-            MoE(width, config.moe, dtype)
-            if config.ffn_kinds[index] == "moe"
-            else FeedForward(width, config.dense_intermediate, dtype)
-        )
+        self.ffn = _feed_forward(config, index, dtype)
+
+
+def _feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MoE | FeedForward:
+    if config.ffn_kinds[index] == "moe":
+        assert config.moe is not None
+        return MoE(config.hidden_size, config.moe, dtype)
+    assert config.dense_intermediate is not None
+    return FeedForward(config.hidden_size, config.dense_intermediate, dtype)
 
 
 class HybridModel(nnx.Module):
@@ -62,30 +67,28 @@ class HybridModel(nnx.Module):
         x = self.embed(batch.tokens)
         temporal, conv = [], []
         for block in self.layers:
-            h = block.input_norm(x)
-            if block.recurrent:
-                y, recurrent, boundary = block.mixer.prefill(h, recurrent, batch)
+            h, mixer = block.input_norm(x), block.mixer
+            if isinstance(mixer, DeltaMixer):
+                y, recurrent, boundary = mixer.prefill(h, recurrent, batch)
                 temporal.append(boundary.temporal)
                 conv.append(boundary.conv)
             else:
-                y, pages = block.mixer.prefill(h, pages, batch)
+                y, pages = mixer.prefill(h, pages, batch)
             x = x + y
             x = x + block.ffn(block.post_norm(x))
         out = PrefillOut(self._logits(x[batch.rows]), stack_boundaries(temporal, conv))
         return State(recurrent, pages), out
 
-    def decode(
-        self, state: State, batch: DecodeBatch
-    ) -> tuple[State, Float32[Array, "B vocab"]]:
+    def decode(self, state: State, batch: DecodeBatch) -> tuple[State, Float32[Array, "B vocab"]]:
         """One token of each request; logits of the next."""
         recurrent, pages = state
         x = self.embed(batch.tokens)
         for block in self.layers:
-            h = block.input_norm(x)
-            if block.recurrent:
-                y, recurrent = block.mixer.decode(h, recurrent, batch)
+            h, mixer = block.input_norm(x), block.mixer
+            if isinstance(mixer, DeltaMixer):
+                y, recurrent = mixer.decode(h, recurrent, batch)
             else:
-                y, pages = block.mixer.decode(h, pages, batch)
+                y, pages = mixer.decode(h, pages, batch)
             x = x + y
             x = x + block.ffn(block.post_norm(x))
         return State(recurrent, pages), self._logits(x)

@@ -1,9 +1,11 @@
-"""Layers that both model families share: projections, norms, the dense feed-forward, rotary positions."""
+"""Layers both families share: projections, norms, the dense feed-forward, rotary positions."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from dasc_jax.types import AnyArray
 
 Norm = Float[Array, "*rows D"]
 
@@ -24,7 +26,7 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, width: int, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((vocab, width), dtype))
 
-    def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    def __call__(self, tokens: Int[AnyArray, "*rows"]) -> Float[Array, "*rows D"]:
         return self.weight[...][tokens]
 
     def unembed(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows vocab"]:
@@ -39,7 +41,7 @@ def normalise(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm; the weight multiplies after the cast back to the activation dtype (Kimi-Linear)."""
+    """Root-mean-square norm, weighted after the cast back to the activation dtype (Kimi-Linear)."""
 
     def __init__(self, width: int, eps: float, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
@@ -50,7 +52,7 @@ class RMSNorm(nnx.Module):
 
 
 class ZeroCentredRMSNorm(nnx.Module):
-    """Root-mean-square norm with weight 1 + w, all of it in float32 before the cast back (Qwen3-Next)."""
+    """Root-mean-square norm with weight 1 + w, in float32 up to the cast back (Qwen3-Next)."""
 
     def __init__(self, width: int, eps: float, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
@@ -61,7 +63,9 @@ class ZeroCentredRMSNorm(nnx.Module):
         return (normalise(x, self.eps) * scale).astype(x.dtype)
 
 
-def rms_norm(width: int, eps: float, dtype: jnp.dtype, *, zero_centred: bool) -> nnx.Module:
+def rms_norm(
+    width: int, eps: float, dtype: jnp.dtype, *, zero_centred: bool
+) -> RMSNorm | ZeroCentredRMSNorm:
     """The residual-stream norm of a family."""
     return (ZeroCentredRMSNorm if zero_centred else RMSNorm)(width, eps, dtype)
 
@@ -79,11 +83,12 @@ class FeedForward(nnx.Module):
 
 
 def rotate(
-    x: Float[Array, "T H D"], positions: Int[Array, "T"], rotary: int, theta: float
+    x: Float[Array, "T H D"], positions: Int[AnyArray, "T"], rotary: int, theta: float
 ) -> Float[Array, "T H D"]:
-    """Rotary positions on the first `rotary` dims of each head, pairs (i, i + rotary/2); the rest passes.
+    """Rotary positions on the first `rotary` dims of each head, pairs (i, i + rotary/2).
 
-    Angles in float32, cosine and sine cast to the activation dtype (Qwen3-Next: 64 of 256 dims).
+    The other dims pass through. Angles in float32, cosine and sine cast to the activation dtype
+    (Qwen3-Next: 64 of 256 dims).
     """
     half = rotary // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) * 2.0 / rotary)

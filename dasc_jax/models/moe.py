@@ -1,4 +1,4 @@
-"""Mixture of experts: both routers, the grouped matmuls of the chosen experts, the shared expert."""
+"""Mixture of experts: both routers, the grouped matmuls of the chosen experts, the shared one."""
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,17 @@ class Router(nnx.Module):
     """The `top_k` experts of each token and their weights, in float32.
 
     softmax (Qwen3-Next): probabilities over all experts, renormalised over the chosen ones.
-    sigmoid (Kimi-Linear): scores of their own, chosen by score + bias within the best groups; the weights
-    are the scores without the bias (`weights_use_bias` gives the released remote code's, with it),
-    renormalised and scaled once.
+    sigmoid (Kimi-Linear): scores of their own, chosen by score + bias within the best groups; the
+    weights are the scores without the bias (`weights_use_bias` gives the released remote code's,
+    with it), renormalised and scaled once.
     """
 
     def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
         sigmoid = config.scoring == "sigmoid"
         self.config = config
-        self.kernel = nnx.Param(jnp.zeros((width, config.num_experts), jnp.float32 if sigmoid else dtype))
+        self.kernel = nnx.Param(
+            jnp.zeros((width, config.num_experts), jnp.float32 if sigmoid else dtype)
+        )
         if sigmoid:
             self.bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
 
@@ -46,7 +48,7 @@ class Router(nnx.Module):
         return weights * c.scaling, chosen
 
     def _best_groups(self, biased: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
-        """Leave only the `top_groups` groups with the largest sum of their two best biased scores."""
+        """Leave only the `top_groups` groups with the largest sum of their two best scores."""
         c = self.config
         if c.groups == 1:
             return biased
@@ -66,7 +68,10 @@ class Experts(nnx.Module):
         self.down = nnx.Param(jnp.zeros((experts, inner, width), dtype))
 
     def __call__(
-        self, h: Float[Array, "T D"], weights: Float32[Array, "T top"], chosen: Int32[Array, "T top"]
+        self,
+        h: Float[Array, "T D"],
+        weights: Float32[Array, "T top"],
+        chosen: Int32[Array, "T top"],
     ) -> Float32[Array, "T D"]:
         tokens, top = chosen.shape
         order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -74,7 +79,8 @@ class Experts(nnx.Module):
         gate_up = grouped_matmul(h[order // top], self.gate_up[...], sizes)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         sorted_out = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
-        # The inverse permutation, not a scatter-add: the sum over a token's experts keeps a fixed order.
+        # The inverse permutation, not a scatter-add: the sum over a token's experts keeps a fixed
+        # order.
         out = sorted_out[jnp.argsort(order)].reshape(tokens, top, -1)
         return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
 

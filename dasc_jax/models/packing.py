@@ -1,7 +1,7 @@
 """Segments of several requests -> one padded `PrefillBatch`, in numpy on the host.
 
-Every array is made anew for each batch and never written again, so a step that is still running cannot see
-a later one's values.
+Every array is made anew for each batch and never written again, so a step that is still running
+cannot see a later one's values.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ __all__ = ["MERGE", "SLOT", "ZERO", "PrefillBucket", "Segment", "pack_segments",
 class Segment(NamedTuple):
     """Tokens of one request at positions `start`, `start + 1`, ...
 
-    `mode` ZERO starts from nothing, SLOT from the state in `slot`, MERGE (legal only right behind the same
-    request's replay segment) takes the retained units and the convolution window from `slot` and the
-    other units from the segment before. `pages` cover every position up to the last token.
+    `mode` ZERO starts from nothing, SLOT from the state in `slot`, MERGE (legal only right behind
+    the same request's replay segment) takes the retained units and the convolution window from
+    `slot` and the other units from the segment before. `pages` cover every position up to the last
+    token.
     """
 
     tokens: np.ndarray
@@ -44,7 +45,7 @@ class PrefillBucket(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """An upper bound for any segments that fit: each may start and end off the 64-token grid."""
+        """Enough for any segments that fit: each may start and end off the 64-token grid."""
         return self.tokens // PAGE + 2 * self.segments
 
 

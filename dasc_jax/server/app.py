@@ -121,9 +121,14 @@ class Service:
 
     async def flush_cache(self, request: Request) -> Response:
         """POST (or GET) /flush_cache: 409, with nothing done, while requests run."""
+        stopped = ApiError("the engine has stopped", status=503, code="engine_stopped")
         if not self._engine.alive:
-            raise ApiError("the engine has stopped", status=503, code="engine_stopped")
-        if not await asyncio.to_thread(self._engine.flush_cache):
+            raise stopped
+        try:
+            flushed = await asyncio.to_thread(self._engine.flush_cache)
+        except RuntimeError as error:
+            raise stopped from error
+        if not flushed:
             raise ApiError("requests are running; nothing was flushed", status=409, code="busy")
         return JSONResponse({"status": "flushed"})
 

@@ -40,9 +40,13 @@ class EngineStats(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """One gauge a key; after the engine's end only `dasc_engine_up`, at 0."""
-        up = self._alive()
+        up, stats = self._alive(), {}
+        try:
+            stats = self._stats() if up else {}
+        except RuntimeError:  # it ended since
+            up = False
         yield GaugeMetricFamily("dasc_engine_up", "1 while the engine's thread runs.", value=up)
-        for key, value in (self._stats() if up else {}).items():
+        for key, value in stats.items():
             name = "dasc_" + re.sub(r"\W", "_", key, flags=re.ASCII)
             yield GaugeMetricFamily(name, f"{key.replace('_', ' ')} (of the engine).", value=value)
 

@@ -1,0 +1,1 @@
+"""The programs behind `dasc NAME`: each a module with `main(argv) -> exit status`."""
