@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -82,7 +83,8 @@ def demo_model(seed: int = SEED) -> Model:
     params = dict(model.params)
     for layer in model.config.recurrent_layers:
         prefix = f"layers.{layer}.mixer.decay."
-        params[prefix + "dt_bias"] = _decay_bias(np.asarray(params[prefix + "A_log"]), random)
+        bias = _decay_bias(np.asarray(params[prefix + "A_log"]), random)
+        params[prefix + "dt_bias"] = jnp.asarray(bias)
         # Gates that move little with the input keep a unit near its static horizon.
         params[prefix + "up.kernel"] = params[prefix + "up.kernel"] * 0.5
     # Sharper than an untrained head: greedy choices then do not hang on the last bits.

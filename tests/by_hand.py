@@ -1,7 +1,7 @@
-"""One sequence taken through the model's pure functions pass by pass: what an engine is held against.
+"""One sequence taken through the model's pure functions pass by pass, to hold an engine against.
 
-Nothing of the engine is used: a sequence lives in slot 1 and pages 1 .. PAGES of a state of its own,
-scratch passes in slot 2, and what a load does to the recurrent state is done to host arrays.
+Nothing of the engine is used: a sequence lives in slot 1 and pages 1 .. PAGES of a state of its
+own, scratch passes in slot 2, and what a load does to a recurrent state is done in the open.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def fresh(name: str) -> State:
 def _pass(
     name: str, state: State, tokens: Sequence[int], start: int, mode: int, slot: int, writes: bool
 ) -> tuple[State, np.ndarray]:
-    """One prefill of tokens at `start`, `start + 1`, ...: the state behind them and the last logits."""
+    """One prefill of tokens from `start` on: the state behind them and the last logits."""
     model = golden_model(name)
     d = model.config.delta
     segment = Segment(
@@ -58,7 +58,7 @@ def _pass(
 def extended(
     name: str, state: State, tokens: Sequence[int], start: int
 ) -> tuple[State, np.ndarray]:
-    """The state behind further tokens, in passes that end at multiples of 64, and the last logits."""
+    """The state behind further tokens, cut at multiples of 64, and the last logits."""
     logits = np.zeros(0)
     stop = start + len(tokens)
     while start < stop:
@@ -88,7 +88,7 @@ def masks(name: str, plan: SelectionPlan) -> np.ndarray:
 
 
 def stored(plan: SelectionPlan, state: State, quantization: str | None) -> RecurrentState:
-    """What a checkpoint of the sequence remembers of its retained units, dense; int8 if asked for."""
+    """What a checkpoint keeps of the sequence's units, as a dense state; int8 if asked for."""
     exact = own(state)
     if quantization is None:
         return exact
@@ -111,8 +111,8 @@ def refreshed(
 ) -> State:
     """Window refresh in a pass of its own: `tokens` are all those behind `state`.
 
-    The last `window + 3` of them run from a zero state over the KV as it is and write none; the local
-    units are taken from where that ends.
+    The last `window + 3` of them run from a zero state over the KV as it is and write none; the
+    local units are taken from where that ends.
     """
     start = max(len(tokens) - plan.window - 3, 0)
     after, _ = _pass(name, state, tokens[start:], start, ZERO, SCRATCH, False)
@@ -125,7 +125,7 @@ def refreshed(
 def generated(
     name: str, state: State, tokens: Sequence[int], start: int, count: int
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Run the rest of a prompt and continue greedily: the tokens and the distributions they came from."""
+    """Run the rest of a prompt and continue greedily: tokens and their distributions."""
     model = golden_model(name)
     state, logits = extended(name, state, tokens, start)
     at, chosen, seen = start + len(tokens), [], []

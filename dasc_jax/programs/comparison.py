@@ -16,7 +16,9 @@ NONE = "-"
 
 def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
     """A row an arm."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
     table.add_column("policy")
     for name in (
         "W_max",
@@ -26,10 +28,10 @@ def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
         "token\nhit rate",
         "mean TTFT\nms",
         "tokens\nas cold",
-        "mean KL to\ncold, nats",
+        "KL to cold\nmean, nats",
         "replayed\na hit",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for one in outcomes:
         table.add_row(one.arm.name, *_cells(one))
     return table

@@ -4,7 +4,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -192,7 +192,8 @@ def _config(args: DemoArgs, arm: Arm, model: Model) -> EngineConfig:
 def _capacity(engine: Engine) -> tuple[int, int]:
     """Bytes of a checkpoint, and how many the pool holds."""
     loop, quantization = engine.loop, engine.config.dasc.quantization
-    cost = account(engine.model.config, loop.plan, tp=1, quantization=quantization)
+    stored = replace(engine.model.config, dtype=engine.model.dtype)
+    cost = account(stored, loop.plan, tp=1, quantization=quantization)
     return cost.bytes_per_slot, loop.residency.checkpoint_slots
 
 

@@ -1,4 +1,4 @@
-"""What every program settles before it touches a device, and how it says that something is wrong."""
+"""What every program settles before it touches a device, and how it says what is wrong."""
 
 import contextlib
 import hashlib

@@ -155,11 +155,13 @@ def _serve(args: ServeArgs, console: Console) -> None:
 def logged(console: Console):
     """Show what the library logs, a line a request."""
     logger, handler = logging.getLogger("dasc_jax"), RichHandler(console=console, show_path=False)
-    level = logger.level
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagate
