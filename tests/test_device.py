@@ -1,4 +1,4 @@
-"""The same promises on a GPU, where XLA compiles other code: references, exact hits, bytes of a checkpoint."""
+"""The same promises on a GPU, where XLA compiles other code: references, exact hits, bytes."""
 
 import jax
 import jax.numpy as jnp

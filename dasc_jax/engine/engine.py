@@ -130,7 +130,8 @@ class Engine:
     ) -> list[RequestResult]:
         """Run requests to their end and return their results in order.
 
-        A prompt may be a bare sequence of token ids; it is then sampled as `sampling` says (None: the
+            ValueError: as `submit`; nothing is run then.
+            RuntimeError: the loop failed.
         defaults of `SamplingParams`) and named "prompt-" and its place.
 
         Raises:

@@ -120,7 +120,7 @@ class Loop:
         }
 
     def _admit(self) -> None:
-        """Admit in order of arrival, as long as slots and pages last; load what was hit in one step."""
+        """Admit in order of arrival while slots and pages last; load what was hit in one step."""
         loads: list[Holding] = []
         for key, active in list(self.waiting.items()):
             held = self.residency.admit(active.request, np.asarray(active.tokens, np.int32))
