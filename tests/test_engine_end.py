@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from dasc_jax.engine.engine import Engine
@@ -185,3 +186,40 @@ def test_a_receiver_may_ask_submit_abort_and_stop(threaded):
     assert answers == [1 if threaded else answers[0], False, "abort", "abort"]
     engine.stop()
     assert_idle(engine)
+
+
+def test_threads_that_submit_abort_flush_and_ask_leave_nothing():
+    """Each of 120 requests gets one result, whatever four threads do at the same time."""
+    engine = tiny_engine(pages=9, checkpoint_slots=2).start()
+    events, lock = {}, threading.Lock()
+
+    def on_event(event) -> None:
+        if event.result is not None:
+            with lock:
+                events.setdefault(event.id, []).append(event.result.finish_reason)
+
+    def work(thread: int) -> None:
+        draw = np.random.default_rng(thread)
+        for number in range(30):
+            key = f"{thread}-{number}"
+            length = int(draw.integers(1, 240))
+            engine.submit(ask(key, prompt(240)[:length], int(draw.integers(1, 9))), on_event)
+            match draw.integers(4):
+                case 0:
+                    engine.abort(key)
+                case 1:
+                    engine.abort(f"{(thread + 1) % 4}-{number}")
+                case 2:
+                    engine.flush_cache()
+            assert engine.stats()["free_pages"] >= 0
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    engine.generate([ask("last", 3, 1)])
+    engine.stop()
+    assert_idle(engine)
+    assert len(events) == 120 and {len(reasons) for reasons in events.values()} == {1}
+    assert {reason for (reason,) in events.values()} == {"length", "abort"}

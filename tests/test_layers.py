@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ def test_absorbed_latent_attention_is_the_expanded_form():
     h = np.random.default_rng(1).normal(size=(128, WIDTH))
     segment = Segment(np.zeros(tokens, np.int32), 0, (2, 1), 1, 1, ZERO)
     keep = np.ones((1, 1, 1), bool)
-    batch = pack_segments([segment], [], [0], keep, PrefillBucket(128, 1, 0, 2, 1))
+    packed = pack_segments([segment], [], [0], keep, PrefillBucket(128, 1, 0, 2, 1))
+    batch = jax.tree.map(jnp.asarray, packed)
     # Sink and pages hold NaN: nothing but the tokens' own rows may be read.
     pages = AttentionPages((jnp.full((1, 3, 64, 14), jnp.nan),))
     out, _ = layer.prefill(jnp.asarray(h, jnp.float32), pages, batch)

@@ -35,7 +35,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a program says on stderr as it refuses its arguments, with exit status 1."""
     assert main(arguments) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: ") and "Traceback" not in said.err
+    assert "error: " in said.err and "Traceback" not in said.err
     return said.err
 
 
@@ -94,6 +94,13 @@ def test_generate_refuses_a_token_outside_the_vocabulary(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "259" in refusal(["generate", "--token-ids", "1", "259"], capsys)
+
+
+def test_generate_refuses_more_tokens_than_the_context_before_it_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = refusal(["generate", "abc", "--max-tokens", "4094"], capsys)
+    assert "3 prompt tokens" in said and "4097" in said and "4096" in said
 
 
 def test_generate_continues_text_and_its_token_ids_alike(

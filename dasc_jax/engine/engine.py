@@ -130,9 +130,8 @@ class Engine:
     ) -> list[RequestResult]:
         """Run requests to their end and return their results in order.
 
-            ValueError: as `submit`; nothing is run then.
-            RuntimeError: the loop failed.
-        defaults of `SamplingParams`) and named "prompt-" and its place.
+        A prompt may be a bare sequence of token ids; it is then sampled as `sampling` says (None:
+        the defaults of `SamplingParams`) and named "prompt-" and its place.
 
         Raises:
             ValueError: as `submit`, or two requests of one id; nothing is run then.

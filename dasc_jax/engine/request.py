@@ -97,6 +97,11 @@ class RequestResult:
     logprobs: tuple[tuple[float, dict[int, float]], ...] | None = None
     error: str | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why the prefix cache served what it did: `report.reason`."""
+        return self.report.reason
+
 
 class TokenEvent(NamedTuple):
     """One generated token, the last with the result; `token` is None if a request ends without."""

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             model_config(args.model)
             wanted = _wanted(args)
             model = load(args.model, args.dtype, Console(stderr=True))
-            ids = [_encoded(prompt, model) for prompt in wanted]
+            ids = [_encoded(prompt, model, args.max_tokens) for prompt in wanted]
             _continue(args, model, wanted, ids)
     except ProgramError:
         return FAILED
@@ -80,12 +80,21 @@ def _wanted(args: GenerateArgs) -> list[str | list[int]]:
     return [list(args.token_ids)] if args.prompt is None else [args.prompt]
 
 
-def _encoded(prompt: str | list[int], model: Model) -> list[int]:
+def _encoded(prompt: str | list[int], model: Model, max_tokens: int) -> list[int]:
+    """Token ids of a prompt, refused here where a later one would waste what ran before it."""
     if isinstance(prompt, list):
-        return prompt
-    if model.tokenizer is None:
+        ids = prompt
+    elif model.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer: give the prompt as --token-ids")
-    return list(model.tokenizer.encode(prompt))
+    else:
+        ids = list(model.tokenizer.encode(prompt))
+    total, limit = len(ids) + max_tokens, model.config.max_context
+    if total > limit:
+        raise ValueError(
+            f"{len(ids)} prompt tokens and max-tokens {max_tokens} make {total};"
+            f" the context is {limit}"
+        )
+    return ids
 
 
 def _continue(

@@ -20,17 +20,19 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: naming host and port.
     """
+    if not 0 <= port < 2**16:
+        raise OSError(f"cannot listen on {host}:{port}: ports are 0..65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
