@@ -282,6 +282,12 @@ def generate(
     prompt = np.asarray(prompt_ids, np.int32).reshape(1, -1)
     if prompt.shape[1] == 0:
         raise ValueError("the prompt is empty; it must have at least 1 token")
+    total, limit = prompt.shape[1] + max_new_tokens, model.config.max_context
+    if total > limit:
+        raise ValueError(
+            f"{prompt.shape[1]} prompt tokens and {max_new_tokens} new ones make {total};"
+            f" the context is {limit}"
+        )
     logits, cache = forward(model, prompt)
     out: list[int] = []
     while True:

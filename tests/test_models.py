@@ -122,7 +122,7 @@ def test_bad_input_is_refused_with_the_numbers():
         (lambda: generate(model, [1], 0), "max_tokens is 0"),
         (lambda: generate(model, [1], 1, temperature=-1.0), r"temperature is -1\.0"),
         (lambda: generate(model, [256], 1), r"256\.\.256"),
-        (lambda: generate(short, [1, 2, 3], 1), "3 tokens exceed the context of 2"),
+        (lambda: generate(short, [1, 2, 3], 1), "3 prompt tokens and 1 new ones make 4"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

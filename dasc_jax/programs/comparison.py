@@ -19,7 +19,7 @@ def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in (
         "W_max",
         "bytes a\ncheckpoint",
