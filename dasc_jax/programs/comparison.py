@@ -17,7 +17,7 @@ NONE = "-"
 def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
     """A row an arm."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0
     )
     table.add_column("policy", no_wrap=True)
     for name in (
@@ -26,9 +26,9 @@ def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
         "slots",
         "hits",
         "token\nhit rate",
-        "mean TTFT\nms",
+        "TTFT ms\nmean",
         "tokens\nas cold",
-        "KL to cold\nmean, nats",
+        "KL, nats\nmean",
         "replayed\na hit",
     ):
         table.add_column(name, justify="right", no_wrap=True)

@@ -28,7 +28,6 @@ from dasc_jax.programs.serving import serving
 from dasc_jax.types import PAGE
 
 MODEL_NAME = "demo"
-TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program on `argv` (default: the command line); returns the exit code."""
     args = tyro.cli(DemoArgs, args=argv, prog="dasc demo")
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
     began = time.perf_counter()
     try:
         with complaints():
