@@ -21,6 +21,7 @@ PROGRAMS = {
     "generate": Program("dasc_jax.programs.generate", "continue a prompt without a server"),
     "plan": Program("dasc_jax.analysis.report", "horizons, plan and checkpoint bytes of a model"),
     "demo": Program("dasc_jax.programs.demo", "the same conversations cold and cached, compared"),
+    "lineage": Program("dasc_jax.analysis.lineage", "drift of a conversation resumed lossily"),
     "convert": Program("dasc_jax.weights.convert", "write a model as an Orbax directory"),
 }
 

@@ -1,7 +1,10 @@
 """What every test shares: platform, compilation cache, fixtures on disk, search profiles."""
 
+import gc
 import hashlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -49,3 +52,19 @@ def golden_dir() -> Path:
 def released(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
     """A tiny checkpoint of each family, laid out like a released one."""
     return golden_dir / request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_compiled_programs() -> Iterator[None]:
+    """Drop compiled programs behind each module.
+
+    XLA maps memory for every program it compiles on the CPU; the whole suite in one process would
+    meet the kernel's limit on mappings (65,530 by default), where the next compilation crashes.
+    """
+    yield
+    engines = sys.modules.get("tests.engines")
+    if engines is not None:
+        engines.forget()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()

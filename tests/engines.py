@@ -10,7 +10,7 @@ from dasc_jax.config import DascConfig
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
 from dasc_jax.engine.request import Request, RequestResult, SamplingParams
-from dasc_jax.model import Model, load_model
+from dasc_jax.model import Model, _jitted, load_model
 from dasc_jax.prefix_cache import check
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,6 +27,12 @@ def golden_model(name: str, dtype: str = "float32") -> Model:
 @lru_cache
 def _engine(name: str, config: EngineConfig) -> Engine:
     return Engine(golden_model(name), config)
+
+
+def forget() -> None:
+    """Let go of every engine built so far, and of its compiled steps."""
+    _engine.cache_clear()
+    _jitted.cache_clear()
 
 
 def engine(name: str, **options: object) -> Engine:

@@ -60,7 +60,7 @@ class DemoArgs:
     """Bytes for state checkpoints, the same for every policy."""
     model: Path = EMBEDDED
     """Checkpoint directory with a tokenizer."""
-    out: Path = Path("docs")
+    out: Path = Path("out")
     """Directory for demo.jsonl (an object a policy) and demo.png."""
     compilation_cache: str = "auto"
     """Directory that keeps compiled steps for the next time. auto: $JAX_COMPILATION_CACHE_DIR,

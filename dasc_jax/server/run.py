@@ -35,6 +35,7 @@ def make_server(
         host=host,
         port=port,
         log_level="warning",
+        log_config=None,  # the process's logging stays as its owner set it up
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     return DrainingServer(config)
