@@ -170,8 +170,8 @@ def pack(
 
 @lru_cache(maxsize=16)
 def _jitted(config: ModelConfig, dtype: str) -> tuple[Any, Any]:
-    prefill, decode = functions(config, dtype)
-    return jax.jit(prefill), jax.jit(decode)
+    model = functions(config, dtype)
+    return jax.jit(model.prefill), jax.jit(model.decode)
 
 
 def forward(

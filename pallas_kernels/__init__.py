@@ -16,10 +16,10 @@ from pallas_kernels.chunks import (
     chunk_count,
     chunk_table,
 )
-from pallas_kernels.conv import conv_windows, short_conv_step
+from pallas_kernels.conv import conv_windows, short_conv_step, whole_conv
 from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.gates import gdn_gate, kda_gate, l2norm
-from pallas_kernels.ops import delta_decode, delta_prefill, grouped_matmul, short_conv
+from pallas_kernels.ops import delta_decode, delta_prefill, delta_train, grouped_matmul, short_conv
 from pallas_kernels.walk import DeltaOut
 
 __all__ = [
@@ -35,10 +35,12 @@ __all__ = [
     "conv_windows",
     "delta_decode",
     "delta_prefill",
+    "delta_train",
     "gdn_gate",
     "grouped_matmul",
     "kda_gate",
     "l2norm",
     "short_conv",
     "short_conv_step",
+    "whole_conv",
 ]

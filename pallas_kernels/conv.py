@@ -22,6 +22,12 @@ def short_conv(
     return jnp.where((tokens < cu_seqlens[-1])[:, None], y, 0)
 
 
+def whole_conv(u: Float[Array, "B T C"], weight: Float[Array, "C 4"]) -> Float[Array, "B T C"]:
+    """`short_conv` of whole sequences, which nothing precedes."""
+    taps = [jnp.pad(u, ((0, 0), (back, 0), (0, 0)))[:, : u.shape[1]] for back in (3, 2, 1)]
+    return _silu_sum([*taps, u], weight)
+
+
 def conv_windows(
     u: Float[Array, "T C"],
     window: Float[Array, "N C 3"],

@@ -3,9 +3,9 @@
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import chunked, conv, reference
+from pallas_kernels import chunked, conv, parallel, reference
 from pallas_kernels import grouped_matmul as grouped
-from pallas_kernels.chunks import ChunkTable
+from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.dispatch import Implementation, Op, anything
 from pallas_kernels.walk import DeltaOut
 
@@ -71,6 +71,28 @@ def delta_prefill(
     """
     _check_heads(q, v, g)
     return _DELTA_PREFILL(impl, q, k, v, g, beta, initial, table, keep, num_boundaries)
+
+
+def delta_train(
+    q: Float[Array, "B T Hk K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"] | Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+) -> Float32[Array, "B T H V"]:
+    """The delta rule over whole sequences from a zero state, for training: o of `delta_prefill`.
+
+    Differentiable, and parallel over batch, heads and chunks except for one short step a chunk. T
+    is a multiple of 64: pad on the right, which no earlier output sees. A log decay below -5 a step
+    counts as -5.
+
+    Raises:
+        ValueError: T off the grid, heads that do not divide, or g of neither shape.
+    """
+    if q.shape[1] % CHUNK:
+        raise ValueError(f"{q.shape[1]} tokens are no multiple of {CHUNK}")
+    _check_heads(q[0], v[0], g[0])
+    return jax.vmap(parallel.sequence)(q, k, v, g, beta)
 
 
 def delta_decode(

@@ -27,8 +27,8 @@ WIDTHS = (64, 320)
 
 @lru_cache
 def _compiled(name: str) -> tuple[Any, Any]:
-    prefill, decode = functions(golden_model(name).config, "float32")
-    return jax.jit(prefill), jax.jit(decode)
+    model = functions(golden_model(name).config, "float32")
+    return jax.jit(model.prefill), jax.jit(model.decode)
 
 
 def fresh(name: str) -> State:

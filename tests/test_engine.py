@@ -57,6 +57,7 @@ def engine(shared: Engine) -> Engine:
         ({"max_context": 0}, "max_context is 0; it must be at least 1"),
         ({"max_running": 0}, "max_running is 0"),
         ({"prefill_tokens": 0}, "prefill_tokens is 0"),
+        ({"prefill_requests": 0}, "prefill_requests is 0; it must be at least 1"),
         ({"prefill_tokens": 100}, "prefill_tokens is 100; it must be a multiple of 64"),
         ({"checkpoint_interval": 32}, "checkpoint_interval is 32; .* grid of 64"),
         ({"checkpoint_interval": 100}, "checkpoint_interval is 100"),

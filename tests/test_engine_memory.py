@@ -42,14 +42,15 @@ def device(family: str, scale: int) -> Device:
 
 
 def temporaries(made: Device) -> dict[str, int]:
-    """Bytes of scratch memory of a prefill, a decode and a load step."""
+    """Bytes of scratch memory of a prefill, a decode, a store and a load step."""
     bucket = made.prefill_buckets[0]
     batch = pack_segments([], [], [], made.keep, bucket)
     rows = sampling_batch([], [], bucket.rows)
     slots = np.zeros(bucket.rows, np.int32)
     steps = {
-        "prefill": made._compile_prefill(batch, rows, np.zeros(bucket.boundaries, np.int32)),
+        "prefill": made._compile_prefill(batch, rows),
         "decode": made._compile_decode(*made._decode_arrays([], 4)),
+        "store": made._compile_store(bucket.boundaries),
         "load": made._compile_load(slots, slots),
     }
     return {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}

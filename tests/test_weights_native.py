@@ -174,18 +174,9 @@ print(memory("VmHWM:") - before, model)
 """
 
 
-def measured_growth(
-    small: Path, big: Path, target: Path, what: str, **environment: str
-) -> tuple[int, int]:
+def measured_growth(small: Path, big: Path, target: Path, what: str) -> tuple[int, int]:
     command = [sys.executable, "-c", MEASURE, str(small), str(big), str(target), what]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     growth, model = done.stdout.split()[-2:]
     return int(growth), int(model)
@@ -200,9 +191,6 @@ def test_loading_needs_the_model_and_one_and_a_half_tensors_of_memory(golden_dir
     assert growth <= model + 1.5 * largest, (growth, model, largest)
     growth, model = measured_growth(small, tmp_path, native, "convert")
     assert growth <= model + 1.5 * largest, (growth, model, largest)
-    # TensorStore reads on many threads, in whose heaps glibc keeps some 50 to 90 MB for later,
-    # however large the model; a fixed threshold makes it give back what was freed.
-    fixed = {"MALLOC_TRIM_THRESHOLD_": "131072"}
     small = tmp_path / "native-small"
-    growth, model = measured_growth(small, native, native, "load", **fixed)
+    growth, model = measured_growth(small, native, native, "load")
     assert growth <= model + 1.5 * largest, (growth, model, largest)

@@ -179,11 +179,12 @@ def _write(
         for row in rows:
             row.plan.save(args.save / f"w{row.plan.w_max}.plan")
     if args.figure is not None:
+        from dasc_jax.analysis.chart import write_figure
         from dasc_jax.analysis.figure import draw
 
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
-        draw(config, h, args.w_max, args.tp, eps=args.eps, a=args.a, title=args.model).savefig(
-            args.figure, dpi=150
+        write_figure(
+            args.figure,
+            draw(config, h, args.w_max, args.tp, eps=args.eps, a=args.a, title=args.model),
         )
 
 

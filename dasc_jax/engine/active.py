@@ -7,7 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32
 
-from dasc_jax.engine.request import FinishReason, OnEvent, Request, SamplingParams
+from dasc_jax.engine.request import (
+    FinishReason,
+    OnEvent,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+)
 from dasc_jax.engine.residency import Holding
 from dasc_jax.engine.scheduler import Piece, Prefilling
 from dasc_jax.models.packing import MERGE, SLOT, ZERO, Segment
@@ -29,6 +35,7 @@ class Active:
     held: Holding | None = None
     first_token: float | None = None
     logprobs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, dict[int, float]]] = field(default_factory=list)
 
     @property
     def holding(self) -> Holding:
@@ -41,6 +48,11 @@ class Active:
     def generated(self) -> tuple[int, ...]:
         """The tokens sampled so far."""
         return tuple(self.tokens[len(self.request.prompt) :])
+
+    def prompt_scores(self) -> PromptLogprobs | None:
+        """What is known of the prompt's tokens; None where nobody asked."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return tuple(self.prompt_logprobs) if wanted else None
 
     def progress(self) -> Prefilling:
         """What the scheduler sees of it."""

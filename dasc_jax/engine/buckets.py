@@ -16,9 +16,6 @@ from dasc_jax.types import PAGE
 
 log = logging.getLogger(__name__)
 
-PREFILL_REQUESTS = 4
-"""Most requests in one prefill step, and most checkpoints loaded at once."""
-
 
 class CompileAfterWarmupError(RuntimeError):
     """A step asked for a shape outside the closed set."""
@@ -34,7 +31,7 @@ def prefill_buckets(config: EngineConfig) -> list[PrefillBucket]:
 
 
 def _prefill_bucket(config: EngineConfig, tokens: int) -> PrefillBucket:
-    requests = min(config.max_running, PREFILL_REQUESTS)
+    requests = min(config.max_running, config.prefill_requests)
     every = tokens // config.checkpoint_interval if config.checkpoint_interval else 0
     # A request brings at most its branch point, its last boundary, and one interval that its start
     # cuts.
@@ -60,9 +57,11 @@ def smallest(buckets: Iterable[Any], need: int, size: Callable[[Any], int]) -> A
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree of arrays (host or device)."""
+    """Shapes, dtypes and shardings of a tree of arrays (host, device or abstract already)."""
 
     def leaf(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
         if isinstance(x, jax.Array):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         x = np.asarray(x)

@@ -16,6 +16,7 @@ class EngineConfig:
         max_running: requests that hold a recurrent slot at once (and the largest decode batch).
         prefill_tokens: packed tokens of the largest prefill step; longer prompts are cut at
             multiples of 64.
+        prefill_requests: most requests in one prefill step, and checkpoints loaded at once.
         pages: attention pages of 64 tokens (page 0 is the sink); None: room for `max_running`
             requests of `max_context` tokens, twice over, so that as much again can stay cached.
         checkpoint_slots: checkpoints the state pool holds besides slot 0; or
@@ -32,6 +33,7 @@ class EngineConfig:
     max_context: int = 4096
     max_running: int = 8
     prefill_tokens: int = 512
+    prefill_requests: int = 4
     pages: int | None = None
     checkpoint_slots: int | None = None
     checkpoint_bytes: int | None = None
@@ -41,7 +43,7 @@ class EngineConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_running", "prefill_tokens"):
+        for name in ("max_context", "max_running", "prefill_tokens", "prefill_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefill_tokens % PAGE:

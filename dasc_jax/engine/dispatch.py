@@ -8,16 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dasc_jax.checkpoint_state import init_pool
+from dasc_jax.checkpoint_state import CheckpointPool, init_pool
 from dasc_jax.engine.buckets import Executables, abstract, decode_buckets, prefill_buckets, smallest
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.request import SamplingParams
-from dasc_jax.engine.sampling import Sampled, SamplingBatch, sampling_batch
-from dasc_jax.engine.step import Memory, make_steps
+from dasc_jax.engine.sampling import Sampled, SamplingBatch, Scores, sampling_batch
+from dasc_jax.engine.step import Memory, checkpoint_steps, model_steps, repack
+from dasc_jax.layout import Quantization
 from dasc_jax.model import Model, init_recurrent
 from dasc_jax.models import DecodeBatch, PrefillBatch, State, init_pages
 from dasc_jax.models.packing import PrefillBucket, Segment, pack_segments, page_rows
 from dasc_jax.plan import SelectionPlan
+
+REPACKED = 16
+"""Checkpoints that change their form in one step."""
+
+SCORED = 64
+"""Prompt tokens that are scored in one step: what bounds the logits held at once."""
 
 
 def on_device(tree: Any) -> Any:
@@ -31,30 +38,38 @@ class Device:
     def __init__(
         self, model: Model, config: EngineConfig, plan: SelectionPlan, checkpoint_slots: int
     ):
-        self.model, self.config, self.plan = model, config, plan
+        self.model, self.config, self.slots = model, config, max(checkpoint_slots + 1, 2)
         dtype = jnp.dtype(model.dtype)
         state = State(
             init_recurrent(model.config, config.max_running + 1, model.dtype),
             init_pages(model.config, config.num_pages, dtype),
         )
-        pool = init_pool(
-            plan,
-            model.config,
-            max(checkpoint_slots + 1, 2),
-            quantization=config.dasc.quantization,
-            conv_dtype=dtype,
-        )
-        self.memory = Memory(state, pool)
-        self.keep = np.stack(
-            [plan.mask(at, model.config.delta.key_dim) for at in range(plan.layers)]
-        )
         self.prefill_buckets = prefill_buckets(config)
         self.decode_buckets = decode_buckets(config)
         self.executables = Executables(config.strict_compile)
-        steps = make_steps(model.config, model.dtype, plan)
+        steps = model_steps(model.config, model.dtype)
         self._prefill = jax.jit(steps.prefill, donate_argnums=0)
         self._decode = jax.jit(steps.decode, donate_argnums=0)
+        self._score = jax.jit(steps.score)
+        self._forms: dict[tuple[str, Quantization], dict[tuple[str, Any], Any]] = {}
+        self.memory = Memory(state, self._choose(plan, config.dasc.quantization))
+
+    def _choose(self, plan: SelectionPlan, quantization: Quantization) -> CheckpointPool:
+        """Keep checkpoints in this form from now on; an empty pool for them."""
+        self.plan = plan
+        self.quantization: Quantization = quantization
+        key_dim = self.model.config.delta.key_dim
+        self.keep = np.stack([plan.mask(at, key_dim) for at in range(plan.layers)])
+        steps = checkpoint_steps(plan)
+        self._store = jax.jit(steps.store, donate_argnums=0)
         self._load = jax.jit(steps.load, donate_argnums=0)
+        return init_pool(
+            plan,
+            self.model.config,
+            self.slots,
+            quantization=quantization,
+            conv_dtype=jnp.dtype(self.model.dtype),
+        )
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every step of the closed set."""
@@ -62,13 +77,45 @@ class Device:
         for bucket in self.prefill_buckets:
             batch = pack_segments([], [], [], self.keep, bucket)
             rows = sampling_batch([], [], bucket.rows)
-            slots = np.zeros(bucket.boundaries, np.int32)
-            jobs["prefill", bucket] = partial(self._compile_prefill, batch, rows, slots)
+            jobs["prefill", bucket] = partial(self._compile_prefill, batch, rows)
+            jobs["score", bucket.tokens] = partial(self._compile_score, bucket.tokens)
         for size in self.decode_buckets:
             jobs["decode", size] = partial(self._compile_decode, *self._decode_arrays([], size))
+        self.executables.warm(jobs | self._checkpoint_jobs(), progress)
+
+    def _checkpoint_jobs(self) -> dict[tuple[str, Any], Callable[[], Any]]:
+        """The steps that depend on the plan: small ones, without the model."""
         width = self.prefill_buckets[0].rows
-        jobs["load", width] = partial(self._compile_load, *(np.zeros(width, np.int32),) * 2)
-        self.executables.warm(jobs, progress)
+        slots = np.zeros(width, np.int32)
+        jobs: dict[tuple[str, Any], Callable[[], Any]] = {
+            ("store", count): partial(self._compile_store, count)
+            for count in {bucket.boundaries for bucket in self.prefill_buckets}
+        }
+        return jobs | {("load", width): partial(self._compile_load, slots, slots)}
+
+    def adopt(self, plan: SelectionPlan, quantization: Quantization) -> None:
+        """Keep checkpoints in another form from now on, in an empty pool.
+
+        The steps of the model stay compiled, those of a form are compiled once.
+        """
+        self.memory = self.memory._replace(pool=self._choose(plan, quantization))
+        form = plan.id, quantization
+        if form not in self._forms:
+            jobs = self._checkpoint_jobs()
+            self.executables.warm(jobs)
+            self._forms[form] = {key: self.executables.compiled[key] for key in jobs}
+        self.executables.compiled.update(self._forms[form])
+
+    def repack(self, exact: SelectionPlan, dense: CheckpointPool, slots: Sequence[int]) -> None:
+        """Fill slots from those of `dense`, a float32 pool under a plan that drops nothing."""
+        form = self._forms[self.plan.id, self.quantization]
+        for at in range(0, len(slots), REPACKED):
+            chunk = _filled(slots[at : at + REPACKED], REPACKED)
+            args = self.memory.pool, dense, on_device(chunk)
+            if ("repack", REPACKED) not in form:
+                run = jax.jit(partial(repack, self.plan, exact), donate_argnums=0)
+                form["repack", REPACKED] = run.lower(*abstract(args)).compile()
+            self.memory = self.memory._replace(pool=form["repack", REPACKED](*args))
 
     def prefill(
         self,
@@ -78,18 +125,40 @@ class Device:
         rows: Sequence[int],
         sampling: Sequence[SamplingParams],
         positions: Sequence[int],
-    ) -> Sampled:
-        """Run packed segments, checkpoint `boundaries[i]` into `store_slots[i]`, sample `rows`."""
+    ) -> tuple[Sampled, jax.Array]:
+        """Run packed segments, checkpoint `boundaries[i]` into `store_slots[i]`, sample `rows`.
+
+        Returns what was sampled, and `[T, D]` to `score` other rows from.
+        """
         tokens = sum(len(s.tokens) for s in segments)
         bucket: PrefillBucket = smallest(self.prefill_buckets, tokens, lambda b: b.tokens)
         batch = pack_segments(segments, boundaries, rows, self.keep, bucket)
-        slots = np.zeros(bucket.boundaries, np.int32)
-        slots[: len(store_slots)] = store_slots
-        args = (batch, sampling_batch(sampling, positions, bucket.rows), slots)
+        args = (batch, sampling_batch(sampling, positions, bucket.rows))
         run = self.executables.get(("prefill", bucket), partial(self._compile_prefill, *args))
-        batch, rows_of, slots = on_device(args)
-        self.memory, out = run(self.memory, self.model.params, batch, rows_of, slots)
-        return out
+        state, out, states, hidden = run(self.memory.state, self.model.params, *on_device(args))
+        self.memory = self.memory._replace(state=state)
+        if any(store_slots):
+            count = bucket.boundaries
+            run = self.executables.get(("store", count), partial(self._compile_store, count))
+            slots = on_device(_filled(store_slots, count))
+            self.memory = self.memory._replace(pool=run(self.memory.pool, states, slots))
+        return out, hidden
+
+    def score(self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]) -> Scores:
+        """How likely `targets[i]` is behind packed token `rows[i]` of a prefill; host arrays.
+
+        Legal for at least one row.
+        """
+        tokens, parts = hidden.shape[0], []
+        run = self.executables.get(("score", tokens), partial(self._compile_score, tokens))
+        for at in range(0, len(rows), SCORED):
+            chunk = slice(at, at + SCORED)
+            args = _filled(rows[chunk], SCORED), _filled(targets[chunk], SCORED)
+            parts.append(run(self.model.params, hidden, *on_device(args)))
+        joined = (
+            np.concatenate([np.asarray(x) for x in same]) for same in zip(*parts, strict=True)
+        )
+        return Scores(*(values[: len(rows)] for values in joined))
 
     def decode(
         self, rows: Sequence[tuple[int, int, int, Sequence[int], SamplingParams]]
@@ -124,9 +193,19 @@ class Device:
         sampling = sampling_batch([row[4] for row in rows], [row[1] + 1 for row in rows], size)
         return DecodeBatch(tokens, positions, slots, table), sampling
 
-    def _compile_prefill(self, batch: PrefillBatch, rows: SamplingBatch, slots: np.ndarray) -> Any:
-        args = abstract((self.memory, self.model.params, batch, rows, slots))
+    def _compile_prefill(self, batch: PrefillBatch, rows: SamplingBatch) -> Any:
+        args = abstract((self.memory.state, self.model.params, batch, rows))
         return self._prefill.lower(*args).compile()
+
+    def _compile_score(self, tokens: int) -> Any:
+        shape, dtype = (tokens, self.model.config.hidden_size), jnp.dtype(self.model.dtype)
+        hidden, row = jax.ShapeDtypeStruct(shape, dtype), np.zeros(SCORED, np.int32)
+        return self._score.lower(*abstract((self.model.params, hidden, row, row))).compile()
+
+    def _compile_store(self, count: int) -> Any:
+        states = jax.eval_shape(partial(init_recurrent, self.model.config, count, self.model.dtype))
+        args = abstract((self.memory.pool, states, np.zeros(count, np.int32)))
+        return self._store.lower(*args).compile()
 
     def _compile_decode(self, batch: DecodeBatch, rows: SamplingBatch) -> Any:
         args = abstract((self.memory.state, self.model.params, batch, rows))

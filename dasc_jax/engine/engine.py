@@ -14,17 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from numbers import Integral
 
+from dasc_jax.config import DascConfig
 from dasc_jax.engine.active import Active
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.loop import Loop
-from dasc_jax.engine.request import (
-    OnEvent,
-    Request,
-    RequestResult,
-    SamplingParams,
-    TokenEvent,
-)
+from dasc_jax.engine.request import OnEvent, Request, RequestResult, SamplingParams, TokenEvent
+from dasc_jax.engine.residency import Kept
 from dasc_jax.model import Model
+from dasc_jax.plan import SelectionPlan
 from dasc_jax.types import PAGE
 
 log = logging.getLogger(__name__)
@@ -90,6 +87,19 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Counters and gauges: requests, tokens, pool accounting, compilations after warm-up."""
         return self._ask(self.loop.stats)
+
+    def keep(self) -> Kept:
+        """What is cached now, to come back to with `adopt`; ValueError unless idle and exact."""
+        return self._ask(self.loop.keep)
+
+    def adopt(self, kept: Kept | None, dasc: DascConfig, plan: SelectionPlan | None = None) -> None:
+        """Cache as `dasc` and `plan` (None: its own) say, from what was kept last, repacked, on.
+
+        With None nothing is cached. The model is not compiled again. ValueError: requests run, the
+        plan does not fit, or a kept page was evicted since.
+        """
+        self._ask(lambda: self.loop.adopt(kept, dasc, plan))
+        self.config = self.loop.config
 
     def start(self) -> "Engine":
         """Run the loop in a thread of its own.

@@ -7,19 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from dasc_jax.checkpoint_state import units
+from dasc_jax.config import DascConfig
 from dasc_jax.engine.active import Active, lay_out, most_likely
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.dispatch import Device
 from dasc_jax.engine.request import CacheReport, FinishReason, RequestResult, TokenEvent
-from dasc_jax.engine.residency import Holding, Residency
+from dasc_jax.engine.residency import Holding, Kept, Residency
 from dasc_jax.engine.sampling import Sampled
-from dasc_jax.engine.scheduler import next_step, prefill_pieces
+from dasc_jax.engine.scheduler import Piece, next_step, prefill_pieces
 from dasc_jax.horizons import retention_horizons
 from dasc_jax.layout import account
 from dasc_jax.model import Model
-from dasc_jax.plan import SelectionPlan, make_plan
+from dasc_jax.plan import SelectionPlan, check_plan, make_plan
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,31 @@ class Loop:
         self.residency.flush()
         return True
 
+    def keep(self) -> Kept:
+        """See `Engine.keep`."""
+        self._require_idle()
+        return self.residency.keep(jax.tree.map(jnp.copy, self.device.memory.pool))
+
+    def adopt(self, kept: Kept | None, dasc: DascConfig, plan: SelectionPlan | None) -> None:
+        """See `Engine.adopt`."""
+        self._require_idle()
+        config = replace(self.config, dasc=dasc)
+        horizons = retention_horizons(self.model, eps=dasc.eps, a=dasc.a)
+        plan = plan or make_plan(horizons, config.w_max, eps=dasc.eps, a=dasc.a)
+        check_plan(plan, horizons)
+        config.check_model(self.model.config, plan.window)
+        if dasc.policy == "dense":
+            units(plan, "dense")
+        self.residency.adopt(kept, config, plan)
+        self.device.adopt(plan, dasc.quantization)
+        if kept:
+            self.device.repack(kept.plan, kept.pool, sorted(kept.meta))
+        self.config, self.plan = config, plan
+
+    def _require_idle(self) -> None:
+        if self.waiting or self.prefilling or self.decoding:
+            raise ValueError("requests run or wait")
+
     def step(self) -> bool:
         """Admit, then run one device step; False when there was nothing to run."""
         self._admit()
@@ -143,7 +172,9 @@ class Loop:
         waiting = [active.progress() for active in self.prefilling.values()]
         pieces = prefill_pieces(waiting, bucket.tokens, bucket.rows)
         work = lay_out(pieces, self.prefilling, self.residency.checkpoint_slot)
-        out = self.device.prefill(*work)
+        out, hidden = self.device.prefill(*work)
+        for piece, last in zip(pieces, work.rows, strict=True):
+            self._score(self.prefilling[piece.id], piece, hidden, last)
         ended: list[tuple[int, Active]] = []
         for row, piece in enumerate(pieces):
             active = self.prefilling[piece.id]
@@ -156,6 +187,21 @@ class Loop:
                 ended.append((row, active))
         if ended:
             self._emit(out, ended)
+
+    def _score(self, active: Active, piece: Piece, hidden: jax.Array, last: int) -> None:
+        """Log-probabilities of the prompt tokens behind those of `piece`, where they are wanted.
+
+        `last` is the packed index of the piece's last token.
+        """
+        count = active.request.sampling.prompt_logprobs
+        targets = active.request.prompt[piece.start + 1 : piece.stop + 1]
+        if count is None or not targets:
+            return
+        first = last + 1 - (piece.stop - piece.start)
+        scores = self.device.score(hidden, range(first, first + len(targets)), targets)
+        for chosen, top, tokens in zip(*(x.tolist() for x in scores), strict=True):
+            likeliest = dict(zip(tokens[:count], top[:count], strict=True))
+            active.prompt_logprobs.append((chosen, likeliest))
 
     def _decode(self) -> None:
         actives = list(self.decoding.values())
@@ -184,13 +230,14 @@ class Loop:
                 chosen, top = float(logprobs[row, token]), most_likely(logprobs[row], count)
                 active.logprobs.append((chosen, top))
             reason = active.ends_with(token, self.model.config.eos_token_ids)
+            prompt = active.prompt_scores() if len(active.generated) == 1 else None
             if reason is None:
-                self._tell(active, TokenEvent(active.request.id, token, chosen, top, None))
+                self._tell(active, TokenEvent(active.request.id, token, chosen, top, None, prompt))
                 continue
             del self.decoding[active.request.id]
             self.residency.publish(active.request, active.holding, active.tokens[:-1])
             result = self._result(active, reason, None)
-            self._tell(active, TokenEvent(active.request.id, token, chosen, top, result))
+            self._tell(active, TokenEvent(active.request.id, token, chosen, top, result, prompt))
 
     def _end(self, active: Active, reason: FinishReason, error: str | None) -> None:
         """End a request without a token of its own: aborted, refused or failed."""
@@ -228,4 +275,5 @@ class Loop:
             latency=now - active.submitted,
             logprobs=tuple(active.logprobs) if request.sampling.logprobs is not None else None,
             error=error,
+            prompt_logprobs=active.prompt_scores(),
         )

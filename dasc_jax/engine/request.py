@@ -8,6 +8,10 @@ from typing import Literal, NamedTuple
 StatePolicy = Literal["dense", "nr", "wr"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MOST_PROMPT_LOGPROBS = 20
+"""Most likely tokens that can be asked for at each position of a prompt: a fixed shape on the
+device."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -15,7 +19,9 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary. `seed` fixes the
     random stream of this request whatever else runs beside it. `logprobs` asks for the
-    log-probabilities of that many most likely tokens at every generated position.
+    log-probabilities of that many most likely tokens at every generated position,
+    `prompt_logprobs` for the same at every prompt position but the first. A request that asks for
+    those runs cold: cached positions have no logits.
 
     Raises:
         ValueError: a value outside its range, with the value and the range.
@@ -29,6 +35,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -38,6 +45,12 @@ class SamplingParams:
             ("top_k", self.top_k, 0 <= self.top_k < 2**31, "in [0, 2**31) (0 keeps every token)"),
             ("seed", self.seed, 0 <= self.seed < 2**63, "in [0, 2**63)"),
             ("logprobs", self.logprobs, self.logprobs is None or self.logprobs >= 0, ">= 0"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs,
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_PROMPT_LOGPROBS,
+                f"in [0, {MOST_PROMPT_LOGPROBS}]",
+            ),
         )
         for name, value, fine, bound in checks:
             if not fine:
@@ -77,13 +90,18 @@ class CacheReport:
     replayed_tokens: int = 0
 
 
+PromptLogprobs = tuple[tuple[float, dict[int, float]], ...]
+"""Entry i is about prompt token i + 1: its log-probability given all before it, and {token id:
+log-probability} of the most likely ones there, most likely first."""
+
+
 @dataclass(frozen=True)
 class RequestResult:
     """A finished request.
 
     `ttft` and `latency` are seconds from `submit`; `error` is set with finish reason "error".
     `logprobs[i]` is (log-probability of `tokens[i]`, {token id: log-probability} of the most likely
-    ones), kept only when the request asked for it.
+    ones), kept only when the request asked for it; so are `prompt_logprobs`.
     """
 
     id: str
@@ -96,6 +114,7 @@ class RequestResult:
     latency: float
     logprobs: tuple[tuple[float, dict[int, float]], ...] | None = None
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def reason(self) -> str:
@@ -104,13 +123,17 @@ class RequestResult:
 
 
 class TokenEvent(NamedTuple):
-    """One generated token, the last with the result; `token` is None if a request ends without."""
+    """One generated token, the last with the result; `token` is None if a request ends without.
+
+    `prompt_logprobs` come with the first token of a request that asked for them.
+    """
 
     id: str
     token: int | None
     logprob: float | None
     top_logprobs: dict[int, float] | None
     result: RequestResult | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 OnEvent = Callable[[TokenEvent], None]

@@ -6,12 +6,19 @@ The one place where the pure prefix cache meets an engine. Everything taken here
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dasc_jax import prefix_cache
-from dasc_jax.checkpoint_state import CheckpointMeta, Policy, replay_span, units, verify
+from dasc_jax.checkpoint_state import (
+    CheckpointMeta,
+    CheckpointPool,
+    Policy,
+    replay_span,
+    units,
+    verify,
+)
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.request import CacheReport, Request
 from dasc_jax.engine.scheduler import checkpoint_depths
@@ -42,6 +49,19 @@ class Holding:
     skipped: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What an idle engine had cached: the trie, and dense float32 checkpoints of its states.
+
+    Its pages stay with the engine. It can be adopted until one of them is evicted.
+    """
+
+    cache: PrefixCache
+    meta: dict[int, CheckpointMeta]
+    plan: SelectionPlan
+    pool: CheckpointPool
+
+
 class Residency:
     """The host state of all pools of an engine. Not thread safe: the engine's loop owns it."""
 
@@ -53,6 +73,7 @@ class Residency:
         self.meta: dict[int, CheckpointMeta] = {}
         self.counters: Counter[str] = Counter()
         self.lossy = not plan.exact or config.dasc.quantization is not None
+        self.kept: Kept | None = None  # None once a page it names may have been written anew
 
     def policy(self, request: Request) -> Policy:
         """The load policy of a request: its own, else the engine's."""
@@ -71,7 +92,10 @@ class Residency:
             return None
         self.cache = cache
         self._forget(evicted.slots)
+        if evicted.pages:
+            self.kept = None
         self.counters["evicted_pages"] += len(evicted.pages)
+        self.counters["evicted_checkpoints"] += len(evicted.slots)
         slot, *rest = self.free_slots
         self.free_slots = tuple(rest)
         return self._holding(request, tokens, found, held, pages, slot, policy)
@@ -79,7 +103,7 @@ class Residency:
     def _match(
         self, cache: PrefixCache, request: Request, tokens: np.ndarray, policy: Policy
     ) -> tuple[PrefixCache, Match]:
-        if not self.config.prefix_cache:
+        if not self.config.prefix_cache or request.sampling.prompt_logprobs is not None:
             return cache, Match("no_kv", 0, 0, 0, 0, 0, (), None)
         room = self.config.max_lineage
         cache, found = prefix_cache.match(
@@ -116,14 +140,14 @@ class Residency:
         slot: int,
         policy: Policy,
     ) -> Holding:
-        hit = found.depth > 0
+        hit, scored = found.depth > 0, request.sampling.prompt_logprobs
         exact_policy: Policy = "dense" if self.plan.exact else policy
         loaded, zeroed, refreshed = units(self.plan, exact_policy) if hit else (0, 0, 0)
         start, replayed, _ = replay_span(self.plan, found.depth, exact_policy if hit else "nr")
         lineage = found.lineage + (1 if hit and self.lossy else 0)
         report = CacheReport(
             policy=policy,
-            reason=found.reason,
+            reason=found.reason if scored is None else "prompt_logprobs",
             hit_depth=found.depth,
             kv_depth=found.kv_depth,
             lineage=lineage,
@@ -152,13 +176,14 @@ class Residency:
 
     def checkpoint_slot(self, held: Holding, depth: int) -> int:
         """A pool slot for the state at `depth`; 0, the sink, when none can be had (counted)."""
-        before = self.cache
-        self.cache, slot = prefix_cache.allocate_slot(before)
+        full = not self.cache.counts.free_slots
+        self.cache, slot = prefix_cache.allocate_slot(self.cache)
         if slot is None:
             self.counters["checkpoints_skipped"] += 1
             held.skipped.append(depth)
             return 0
         self._forget((slot,))
+        self.counters["evicted_checkpoints"] += full
         held.pending[depth] = slot
         return slot
 
@@ -182,6 +207,8 @@ class Residency:
         )
         held.lock = put.lock or held.lock
         held.private -= set(put.adopted)
+        if put.freed_pages:
+            self.kept = None
         stored = [(depth, slot) for depth, slot in put.attached if held.pending.get(depth) == slot]
         held.pending.clear()
         held.skipped.clear()
@@ -204,7 +231,52 @@ class Residency:
     def flush(self) -> None:
         """Forget everything cached. Legal only when no request runs (else ValueError)."""
         self.cache = prefix_cache.flush(self.cache)
-        self.meta = {}
+        self.meta, self.kept = {}, None
+
+    def keep(self, pool: CheckpointPool) -> Kept:
+        """What is cached now, to come back to with `adopt`; `pool` is a copy of the checkpoints.
+
+        Raises:
+            ValueError: requests run, or the checkpoints are not dense float32 ones.
+        """
+        if not self.cache.counts.idle:
+            raise ValueError(f"the prefix cache is in use: {self.cache.counts}")
+        if self.lossy:
+            raise ValueError(
+                f"checkpoints are lossy ({self.plan!r}, {self.config.dasc.quantization});"
+                " keep dense float32 ones"
+            )
+        self.kept = Kept(self.cache, dict(self.meta), self.plan, pool)
+        return self.kept
+
+    def adopt(self, kept: Kept | None, config: EngineConfig, plan: SelectionPlan) -> None:
+        """Go back to what was cached then (None: nothing), its checkpoints now under `plan`.
+
+        Raises:
+            ValueError: requests run, or its pages were given away since.
+        """
+        if not self.cache.counts.idle:
+            raise ValueError(f"the prefix cache is in use: {self.cache.counts}")
+        if kept is None:
+            self.flush()
+        elif kept is not self.kept:
+            raise ValueError("pages were evicted since, or others were kept: warm up again")
+        self.config, self.plan = config, plan
+        self.lossy = not plan.exact or config.dasc.quantization is not None
+        if kept is None:
+            return
+        self.meta = {slot: meta._replace(plan_id=plan.id) for slot, meta in kept.meta.items()}
+        nodes = kept.cache.nodes
+        states = {key: nodes[key].state for key in (meta.token_hash for meta in self.meta.values())}
+        self.cache = replace(
+            kept.cache,
+            nodes=nodes.update(
+                {
+                    key: nodes[key]._replace(state=state._replace(plan_id=plan.id))
+                    for key, state in states.items()
+                }
+            ),
+        )
 
     def stats(self) -> dict[str, float]:
         """Pool accounting and counters, O(1) in the size of the pools."""

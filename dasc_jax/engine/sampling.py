@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from dasc_jax.engine.request import SamplingParams
+from dasc_jax.engine.request import MOST_PROMPT_LOGPROBS, SamplingParams
 from dasc_jax.types import AnyArray
 
 
@@ -31,6 +31,14 @@ class Sampled(NamedTuple):
 
     tokens: Int32[Array, "B"]
     logprobs: Float32[Array, "B vocab"]
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of given tokens, and of the most likely ones at the same rows."""
+
+    chosen: Float32[AnyArray, "R"]
+    top: Float32[AnyArray, "R k"]
+    top_tokens: Int32[AnyArray, "R k"]
 
 
 def sampling_batch(
@@ -86,3 +94,11 @@ def sample(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Sampled:
     greedy = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)  # noqa: E731
     tokens = jax.lax.cond(jnp.any(batch.temperature > 0), lambda x: _draw(x, batch), greedy, logits)
     return Sampled(tokens, jax.nn.log_softmax(logits, axis=-1))
+
+
+def score(logits: Float32[Array, "R vocab"], targets: Int32[Array, "R"]) -> Scores:
+    """Log-probability of one given token a row, and the row's most likely tokens, best first."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    top, tokens = jax.lax.top_k(logprobs, min(MOST_PROMPT_LOGPROBS, logits.shape[-1]))
+    return Scores(chosen, top, tokens.astype(jnp.int32))

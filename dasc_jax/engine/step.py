@@ -1,19 +1,20 @@
-"""The three functions that run on the device: prefill, decode, and loading checkpoints into slots.
+"""What runs on the device: prefill and decode of a model, store and load of its checkpoints.
 
 Each takes what it changes first and returns it first, so that the engine can donate it; nothing
-else in the engine touches device memory.
+else in the engine touches device memory. Only the checkpoint steps know the selection plan, so that
+a model is compiled once for all plans.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from dasc_jax.checkpoint_state import CheckpointPool, load, store
 from dasc_jax.config import ModelConfig
-from dasc_jax.engine.sampling import Sampled, SamplingBatch, sample
-from dasc_jax.models import DecodeBatch, Params, PrefillBatch, State, functions
+from dasc_jax.engine.sampling import Sampled, SamplingBatch, Scores, sample, score
+from dasc_jax.models import DecodeBatch, Params, PrefillBatch, State, functions, merge
 from dasc_jax.plan import SelectionPlan
 from dasc_jax.types import RecurrentState
 
@@ -25,31 +26,38 @@ class Memory(NamedTuple):
     pool: CheckpointPool
 
 
-class Steps(NamedTuple):
-    """The device functions of one model and plan."""
+class ModelSteps(NamedTuple):
+    """The device functions of one model.
+
+    Prefill also returns the states at wanted boundaries, and what `score` makes the logits of other
+    rows from.
+    """
 
     prefill: Callable[
-        [Memory, Params, PrefillBatch, SamplingBatch, jax.Array], tuple[Memory, Sampled]
+        [State, Params, PrefillBatch, SamplingBatch],
+        tuple[State, Sampled, RecurrentState, jax.Array],
     ]
     decode: Callable[[State, Params, DecodeBatch, SamplingBatch], tuple[State, Sampled]]
+    score: Callable[[Params, jax.Array, jax.Array, jax.Array], Scores]
+
+
+class CheckpointSteps(NamedTuple):
+    """The device functions of one selection plan."""
+
+    store: Callable[[CheckpointPool, RecurrentState, jax.Array], CheckpointPool]
     load: Callable[[State, CheckpointPool, jax.Array, jax.Array], State]
 
 
-def make_steps(config: ModelConfig, dtype: str, plan: SelectionPlan) -> Steps:
-    """The steps of a model under a selection plan; pure, not yet compiled."""
+def model_steps(config: ModelConfig, dtype: str) -> ModelSteps:
+    """The steps of a model; pure, not yet compiled."""
     model = functions(config, dtype)
 
     def prefill(
-        memory: Memory,
-        params: Params,
-        batch: PrefillBatch,
-        sampling: SamplingBatch,
-        store_slots: Int32[Array, "NB"],
-    ) -> tuple[Memory, Sampled]:
-        """Run packed prompt tokens, checkpoint wanted boundaries into `store_slots` (0: drop)."""
-        state, out = model.prefill(params, memory.state, batch)
-        pool = store(plan, memory.pool, store_slots, *out.boundary)
-        return Memory(state, pool), sample(out.logits, sampling)
+        state: State, params: Params, batch: PrefillBatch, sampling: SamplingBatch
+    ) -> tuple[State, Sampled, RecurrentState, Float[Array, "T D"]]:
+        """Run packed prompt tokens."""
+        state, out = model.prefill(params, state, batch)
+        return state, sample(out.logits, sampling), out.boundary, out.hidden
 
     def decode(
         state: State, params: Params, batch: DecodeBatch, sampling: SamplingBatch
@@ -57,6 +65,27 @@ def make_steps(config: ModelConfig, dtype: str, plan: SelectionPlan) -> Steps:
         """One token of every request of the batch."""
         state, logits = model.decode(params, state, batch)
         return state, sample(logits, sampling)
+
+    def score_rows(
+        params: Params,
+        hidden: Float[Array, "T D"],
+        rows: Int32[Array, "R"],
+        targets: Int32[Array, "R"],
+    ) -> Scores:
+        """How likely `targets` are to follow on the packed tokens `rows` of a prefill."""
+        return score(merge(config, dtype, params).logits(hidden[rows]), targets)
+
+    return ModelSteps(prefill, decode, score_rows)
+
+
+def checkpoint_steps(plan: SelectionPlan) -> CheckpointSteps:
+    """The steps of a selection plan; pure, not yet compiled."""
+
+    def store_slots(
+        pool: CheckpointPool, boundary: RecurrentState, slots: Int32[Array, "NB"]
+    ) -> CheckpointPool:
+        """Pack boundary states into pool slots (0: drop)."""
+        return store(plan, pool, slots, *boundary)
 
     def load_slots(
         state: State,
@@ -72,4 +101,19 @@ def make_steps(config: ModelConfig, dtype: str, plan: SelectionPlan) -> Steps:
         )
         return State(recurrent, state.pages)
 
-    return Steps(prefill, decode, load_slots)
+    return CheckpointSteps(store_slots, load_slots)
+
+
+def repack(
+    plan: SelectionPlan,
+    exact: SelectionPlan,
+    pool: CheckpointPool,
+    dense: CheckpointPool,
+    slots: Int32[Array, "M"],
+) -> CheckpointPool:
+    """Slots of `pool`, of any plan and quantization, from the dense float32 ones in `dense`.
+
+    A dense checkpoint is the state itself, bit for bit, so this is what a store at the time would
+    have put there.
+    """
+    return store(plan, pool, slots, *load(exact, dense, slots))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dasc_jax.config import ModelConfig
-from dasc_jax.models.attention import init_pages
+from dasc_jax.models.attention import Attend, init_pages
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch, PrefillOut, State
-from dasc_jax.models.hybrid import HybridModel
+from dasc_jax.models.hybrid import HybridModel, TrainOut
 from dasc_jax.models.kimi_linear import KimiLinear
 from dasc_jax.models.qwen3_next import Qwen3Next
 
@@ -26,9 +26,11 @@ __all__ = [
     "PrefillBatch",
     "PrefillOut",
     "State",
+    "TrainOut",
     "abstract_params",
     "functions",
     "init_pages",
+    "merge",
 ]
 
 FAMILIES: dict[str, type[HybridModel]] = {"kimi_linear": KimiLinear, "qwen3_next": Qwen3Next}
@@ -37,10 +39,11 @@ Params = dict[str, jax.Array]
 
 
 class Functions(NamedTuple):
-    """The two pure functions of a model."""
+    """The pure functions of a model: two that serve it, one that trains it."""
 
     prefill: Callable[[Params, State, PrefillBatch], tuple[State, PrefillOut]]
     decode: Callable[[Params, State, DecodeBatch], tuple[State, jax.Array]]
+    train: Callable[[Params, jax.Array, Attend], TrainOut]
 
 
 def _path(path: tuple[Any, ...]) -> str:
@@ -64,18 +67,24 @@ def abstract_params(config: ModelConfig, dtype: str) -> dict[str, jax.ShapeDtype
     return {_path(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
 
 
-def functions(config: ModelConfig, dtype: str) -> Functions:
-    """`prefill` and `decode` of a model as pure functions of `(params, state, batch)`."""
+def merge(config: ModelConfig, dtype: str, params: Params) -> HybridModel:
+    """The module of a model, bound to its parameters: for the inside of a traced function."""
     graph, flat = _abstract(config, dtype)
+    leaves = [(path, variable.replace(params[_path(path)])) for path, variable in flat]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
-    def merge(params: Params) -> HybridModel:
-        leaves = [(path, variable.replace(params[_path(path)])) for path, variable in flat]
-        return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+def functions(config: ModelConfig, dtype: str) -> Functions:
+    """`prefill` and `decode` of a model as pure functions of `(params, state, batch)`, and `train`
+    of `(params, tokens [B, T], attend)`."""
 
     def prefill(params: Params, state: State, batch: PrefillBatch) -> tuple[State, PrefillOut]:
-        return merge(params).prefill(state, batch)
+        return merge(config, dtype, params).prefill(state, batch)
 
     def decode(params: Params, state: State, batch: DecodeBatch) -> tuple[State, jax.Array]:
-        return merge(params).decode(state, batch)
+        return merge(config, dtype, params).decode(state, batch)
 
-    return Functions(prefill, decode)
+    def train(params: Params, tokens: jax.Array, attend: Attend) -> TrainOut:
+        return merge(config, dtype, params).train_forward(tokens, attend)
+
+    return Functions(prefill, decode, train)

@@ -37,6 +37,10 @@ def _write(
 class PagedMixer(nnx.Module):
     """What both attention layers share: where rows are written and which keys a query sees."""
 
+    layer: int
+    scale: float  # of the scores
+    value_width: int  # leading columns of the last cached row that are the value
+
     def __init__(self, width: int, config: MLAConfig | GQAConfig, layer: int, dtype: jnp.dtype):
         raise NotImplementedError
 
@@ -66,6 +70,22 @@ class PagedMixer(nnx.Module):
 
         return self.mix(h, pages, page, batch.positions, attend)
 
+    def train_forward(self, h: Float[Array, "B T D"], attend: Attend) -> Float[Array, "B T D"]:
+        """Mix whole sequences without pages; differentiable.
+
+        `attend(q [B, T, Hq, Dk], keys [B, T, Hkv, Dk], values [B, T, Hkv, Dv], scale)` is causal.
+        """
+        batch, length, width = h.shape
+        flat = h.reshape(-1, width)
+        positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+        query, rows = self.project(flat, positions)
+        query, keys, values = (
+            x.reshape(batch, length, -1, x.shape[-1])
+            for x in (query, rows[0], rows[-1][..., : self.value_width])
+        )
+        mixed = attend(query, keys, values, self.scale).astype(h.dtype)
+        return self.output(mixed.reshape(batch * length, *mixed.shape[2:]), flat).reshape(h.shape)
+
     def mix(
         self,
         h: Float[Array, "T D"],
@@ -75,6 +95,23 @@ class PagedMixer(nnx.Module):
         attend: Attend,
     ) -> tuple[Float[Array, "T D"], AttentionPages]:
         """Project, write rows to (`page`, `position` mod 64), attend, project back."""
+        query, rows = self.project(h, position)
+        arrays = tuple(
+            _write(old, self.layer, row, page, position)
+            for old, row in zip(pages.arrays, rows, strict=True)
+        )
+        paged = PagedRows(arrays[0], arrays[-1], self.layer, self.value_width)
+        mixed = attend(query, paged, self.scale).astype(h.dtype)
+        return self.output(mixed, h), AttentionPages(arrays)
+
+    def project(
+        self, h: Float[Array, "T D"], position: Int32[AnyArray, "T"]
+    ) -> tuple[Float[Array, "T Hq Dk"], tuple[Float[Array, "T *row"], ...]]:
+        """Queries, and what is cached of each token: one row an array of the pages."""
+        raise NotImplementedError
+
+    def output(self, mixed: Float[Array, "T Hq Dv"], h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """The attended values, back in the residual stream's width."""
         raise NotImplementedError
 
 
@@ -89,6 +126,7 @@ class LatentAttention(PagedMixer):
     def __init__(self, width: int, config: MLAConfig, layer: int, dtype: jnp.dtype):
         c = config
         self.config, self.layer = c, layer
+        self.scale, self.value_width = (c.nope_dim + c.shared_dim) ** -0.5, c.latent_dim
         self.q_proj = Linear(width, c.num_heads * (c.nope_dim + c.shared_dim), dtype)
         self.kv_a = Linear(width, c.latent_dim + c.shared_dim, dtype)
         self.kv_norm = RMSNorm(c.latent_dim, c.latent_norm_eps, dtype)
@@ -96,26 +134,19 @@ class LatentAttention(PagedMixer):
         self.v_up = nnx.Param(jnp.zeros((c.num_heads, c.value_dim, c.latent_dim), dtype))
         self.o_proj = Linear(c.num_heads * c.value_dim, width, dtype)
 
-    def mix(
-        self,
-        h: Float[Array, "T D"],
-        pages: AttentionPages,
-        page: Int32[AnyArray, "T"],
-        position: Int32[AnyArray, "T"],
-        attend: Attend,
-    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+    def project(
+        self, h: Float[Array, "T D"], position: Int32[AnyArray, "T"]
+    ) -> tuple[Float[Array, "T Hq Dk"], tuple[Float[Array, "T *row"], ...]]:
         c = self.config
         latent, shared = jnp.split(self.kv_a(h), [c.latent_dim], axis=-1)
         row = jnp.concatenate([self.kv_norm(latent), shared], axis=-1)
-        cache = _write(pages.arrays[0], self.layer, row, page, position)
         q = self.q_proj(h).reshape(h.shape[0], c.num_heads, -1)
         absorbed = jnp.einsum("thn,hnl->thl", q[..., : c.nope_dim], self.k_up[...])
-        query = jnp.concatenate([absorbed, q[..., c.nope_dim :]], axis=-1)
-        scale = (c.nope_dim + c.shared_dim) ** -0.5
-        paged = PagedRows(cache, cache, self.layer, c.latent_dim)
-        mixed = attend(query, paged, scale).astype(h.dtype)
+        return jnp.concatenate([absorbed, q[..., c.nope_dim :]], axis=-1), (row,)
+
+    def output(self, mixed: Float[Array, "T Hq Dv"], h: Float[Array, "T D"]) -> Float[Array, "T D"]:
         out = jnp.einsum("thl,hvl->thv", mixed, self.v_up[...])
-        return self.o_proj(out.reshape(h.shape[0], -1)), AttentionPages((cache,))
+        return self.o_proj(out.reshape(h.shape[0], -1))
 
 
 class GatedAttention(PagedMixer):
@@ -124,6 +155,7 @@ class GatedAttention(PagedMixer):
     def __init__(self, width: int, config: GQAConfig, layer: int, dtype: jnp.dtype):
         c = config
         self.config, self.layer = c, layer
+        self.scale, self.value_width = c.head_dim**-0.5, c.head_dim
         self.q_proj = Linear(width, c.num_heads * c.head_dim, dtype)
         self.gate_proj = Linear(width, c.num_heads * c.head_dim, dtype)
         self.k_proj = Linear(width, c.num_kv_heads * c.head_dim, dtype)
@@ -132,26 +164,18 @@ class GatedAttention(PagedMixer):
         self.k_norm = ZeroCentredRMSNorm(c.head_dim, c.norm_eps, dtype)
         self.o_proj = Linear(c.num_heads * c.head_dim, width, dtype)
 
-    def mix(
-        self,
-        h: Float[Array, "T D"],
-        pages: AttentionPages,
-        page: Int32[AnyArray, "T"],
-        position: Int32[AnyArray, "T"],
-        attend: Attend,
-    ) -> tuple[Float[Array, "T D"], AttentionPages]:
+    def project(
+        self, h: Float[Array, "T D"], position: Int32[AnyArray, "T"]
+    ) -> tuple[Float[Array, "T Hq Dk"], tuple[Float[Array, "T *row"], ...]]:
         c, rows = self.config, h.shape[0]
         q = self.q_norm(self.q_proj(h).reshape(rows, c.num_heads, -1))
         k = self.k_norm(self.k_proj(h).reshape(rows, c.num_kv_heads, -1))
         q = rotate(q, position, c.rope_dim, c.rope_theta)
         k = rotate(k, position, c.rope_dim, c.rope_theta)
-        v = self.v_proj(h).reshape(rows, c.num_kv_heads, -1)
-        keys = _write(pages.arrays[0], self.layer, k, page, position)
-        values = _write(pages.arrays[1], self.layer, v, page, position)
-        cache = PagedRows(keys, values, self.layer, c.head_dim)
-        mixed = attend(q, cache, c.head_dim**-0.5).astype(h.dtype)
-        gated = mixed.reshape(rows, -1) * jax.nn.sigmoid(self.gate_proj(h))
-        return self.o_proj(gated), AttentionPages((keys, values))
+        return q, (k, self.v_proj(h).reshape(rows, c.num_kv_heads, -1))
+
+    def output(self, mixed: Float[Array, "T Hq Dv"], h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.o_proj(mixed.reshape(h.shape[0], -1) * jax.nn.sigmoid(self.gate_proj(h)))
 
 
 def init_pages(config: ModelConfig, pages: int, dtype: jnp.dtype) -> AttentionPages:

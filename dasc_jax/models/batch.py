@@ -48,10 +48,15 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillOut(NamedTuple):
-    """Logits of the wanted rows and the recurrent states at the wanted 64-token boundaries."""
+    """Logits of the wanted rows and the recurrent states at the wanted 64-token boundaries.
+
+    `hidden` is every token's residual stream behind the last layer: what `HybridModel.logits` takes
+    for rows that turn out to be wanted later.
+    """
 
     logits: Float32[Array, "R vocab"]
     boundary: RecurrentState
+    hidden: Float[Array, "T D"]
 
 
 def stack_boundaries(

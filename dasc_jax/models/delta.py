@@ -24,10 +24,12 @@ from pallas_kernels import (
     conv_windows,
     delta_decode,
     delta_prefill,
+    delta_train,
     gdn_gate,
     kda_gate,
     short_conv,
     short_conv_step,
+    whole_conv,
 )
 
 
@@ -153,6 +155,15 @@ class DeltaMixer(nnx.Module):
         )
         conv = state.conv.at[at, slots].set(window)
         return self._output(o, h), RecurrentState(temporal, conv)
+
+    def train_forward(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Mix whole sequences from a zero state; differentiable."""
+        flat = h.reshape(-1, h.shape[-1])
+        u, rows = self._conv_input(flat), h.shape[:2]
+        y = whole_conv(u.reshape(*rows, -1), self.conv.weight[...]).reshape(u.shape)
+        inputs = (*self._split(y), self.decay(flat), self._beta(flat))
+        o = delta_train(*(x.reshape(*rows, *x.shape[1:]) for x in inputs))
+        return self._output(o.reshape(-1, *o.shape[2:]), flat).reshape(h.shape)
 
     def _conv_input(self, h: Float[Array, "T D"]) -> Float[Array, "T C"]:
         return jnp.concatenate([self.q_proj(h), self.k_proj(h), self.v_proj(h)], axis=-1)

@@ -3,14 +3,15 @@
 x = embed[tokens];  x += mixer(norm(x));  x += ffn(norm(x));  logits = lm_head(norm(x))
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from dasc_jax.config import ModelConfig
-from dasc_jax.models.attention import PagedMixer
+from dasc_jax.models.attention import Attend, PagedMixer
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch, PrefillOut, State, stack_boundaries
 from dasc_jax.models.delta import DeltaMixer
 from dasc_jax.models.layers import Embedding, FeedForward, Linear, rms_norm
@@ -42,6 +43,30 @@ def _feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MoE | Fe
         return MoE(config.hidden_size, config.moe, dtype)
     assert config.dense_intermediate is not None
     return FeedForward(config.hidden_size, config.dense_intermediate, dtype)
+
+
+def _train_block(
+    block: Block, x: Float[Array, "B T D"], attend: Attend
+) -> tuple[Float[Array, "B T D"], tuple[jax.Array, ...]]:
+    """A block over whole sequences: the stream, and balance loss and expert shares of a MoE."""
+    h, mixer = block.input_norm(x), block.mixer
+    if isinstance(mixer, DeltaMixer):
+        x = x + mixer.train_forward(h)
+    else:
+        x = x + mixer.train_forward(h, attend)
+    h = block.post_norm(x)
+    if not isinstance(block.ffn, MoE):
+        return x + block.ffn(h), ()
+    y, *routing = block.ffn.train_forward(h.reshape(-1, h.shape[-1]))
+    return x + y.reshape(x.shape), tuple(routing)
+
+
+class TrainOut(NamedTuple):
+    """Logits of every token, and of each layer with experts its balance loss and expert shares."""
+
+    logits: Float32[Array, "B T vocab"]
+    balance: Float32[Array, "M"]
+    load: Float32[Array, "M E"]
 
 
 class HybridModel(nnx.Module):
@@ -76,7 +101,7 @@ class HybridModel(nnx.Module):
                 y, pages = mixer.prefill(h, pages, batch)
             x = x + y
             x = x + block.ffn(block.post_norm(x))
-        out = PrefillOut(self._logits(x[batch.rows]), stack_boundaries(temporal, conv))
+        out = PrefillOut(self.logits(x[batch.rows]), stack_boundaries(temporal, conv), x)
         return State(recurrent, pages), out
 
     def decode(self, state: State, batch: DecodeBatch) -> tuple[State, Float32[Array, "B vocab"]]:
@@ -91,9 +116,28 @@ class HybridModel(nnx.Module):
                 y, pages = mixer.decode(h, pages, batch)
             x = x + y
             x = x + block.ffn(block.post_norm(x))
-        return State(recurrent, pages), self._logits(x)
+        return State(recurrent, pages), self.logits(x)
 
-    def _logits(self, x: Float[Array, "R D"]) -> Float32[Array, "R vocab"]:
+    def train_forward(self, tokens: Int32[Array, "B T"], attend: Attend) -> TrainOut:
+        """Whole sequences from nothing, T a multiple of 64; differentiable, rematerialised by
+        block. `attend` is causal attention, see `PagedMixer.train_forward`."""
+        x = self.embed(tokens)
+        balances, loads = [], []
+        for block in self.layers:
+            graph, params = nnx.split(block)
+
+            @jax.checkpoint
+            def run(params: Any, x: jax.Array, graph=graph):
+                return _train_block(nnx.merge(graph, params), x, attend)
+
+            x, routing = run(params, x)
+            if routing:
+                balances.append(routing[0])
+                loads.append(routing[1])
+        return TrainOut(self.logits(x), jnp.stack(balances), jnp.stack(loads))
+
+    def logits(self, x: Float[Array, "*R D"]) -> Float32[Array, "*R vocab"]:
+        """Logits from the residual stream behind the last layer."""
         x = self.norm(x)
         logits = self.embed.unembed(x) if self.tied else self.lm_head(x)
         return logits.astype(jnp.float32)

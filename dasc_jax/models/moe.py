@@ -32,13 +32,11 @@ class Router(nnx.Module):
         self, h: Float[Array, "T D"]
     ) -> tuple[Float32[Array, "T top"], Int32[Array, "T top"]]:
         c = self.config
-        kernel = self.kernel[...]
-        logits = (h.astype(kernel.dtype) @ kernel).astype(jnp.float32)
+        scores = self._scores(h)
         if c.scoring == "softmax":
-            weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k)
+            weights, chosen = jax.lax.top_k(scores, c.top_k)
             total = jnp.sum(weights, axis=-1, keepdims=True)
             return weights / total if c.renormalize else weights, chosen
-        scores = jax.nn.sigmoid(logits)
         biased = scores + self.bias[...]
         _, chosen = jax.lax.top_k(self._best_groups(biased), c.top_k)
         picked = biased if c.weights_use_bias else scores
@@ -46,6 +44,17 @@ class Router(nnx.Module):
         if c.renormalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return weights * c.scaling, chosen
+
+    def probabilities(self, h: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        """How much the router likes each expert, as shares that sum to one."""
+        scores = self._scores(h)
+        return scores / jnp.sum(scores, axis=-1, keepdims=True)
+
+    def _scores(self, h: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        kernel = self.kernel[...]
+        logits = (h.astype(kernel.dtype) @ kernel).astype(jnp.float32)
+        act = jax.nn.sigmoid if self.config.scoring == "sigmoid" else jax.nn.softmax
+        return act(logits)
 
     def _best_groups(self, biased: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
         """Leave only the `top_groups` groups with the largest sum of their two best scores."""
@@ -84,6 +93,19 @@ class Experts(nnx.Module):
         out = sorted_out[jnp.argsort(order)].reshape(tokens, top, -1)
         return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
 
+    def train_forward(
+        self,
+        h: Float[Array, "T D"],
+        weights: Float32[Array, "T top"],
+        chosen: Int32[Array, "T top"],
+    ) -> Float32[Array, "T D"]:
+        """The same by running every token through every expert: for few, small experts, where it
+        beats sorting and keeps the backward pass free of scatters."""
+        share = jnp.sum(jax.nn.one_hot(chosen, self.down.shape[0]) * weights[..., None], axis=1)
+        gate, up = jnp.split(jnp.einsum("td,edi->tei", h, self.gate_up[...]), 2, axis=-1)
+        inner = jax.nn.silu(gate) * up * share[..., None].astype(h.dtype)
+        return jnp.einsum("tei,eid->td", inner, self.down[...], preferred_element_type=jnp.float32)
+
 
 class MoE(nnx.Module):
     """Routed experts plus the shared expert (with a sigmoid gate of its own in Qwen3-Next)."""
@@ -98,8 +120,25 @@ class MoE(nnx.Module):
 
     def __call__(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
         weights, chosen = self.router(h)
-        routed = self.experts(h, weights, chosen).astype(h.dtype)
+        return self._with_shared(h, self.experts(h, weights, chosen))
+
+    def train_forward(
+        self, h: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T D"], Float32[Array, ""], Float32[Array, "E"]]:
+        """(y, the balance loss of Switch Transformers Eq. 4, the share of choices an expert got).
+
+        The loss is 1 where every expert gets the same share of tokens and of probability.
+        """
+        weights, chosen = self.router(h)
+        experts = self.router.config.num_experts
+        load = jnp.mean(jax.nn.one_hot(chosen, experts), axis=(0, 1))
+        balance = experts * jnp.sum(load * jnp.mean(self.router.probabilities(h), axis=0))
+        return self._with_shared(h, self.experts.train_forward(h, weights, chosen)), balance, load
+
+    def _with_shared(
+        self, h: Float[Array, "T D"], routed: Float32[Array, "T D"]
+    ) -> Float[Array, "T D"]:
         shared = self.shared(h)
         if self.gated:
             shared = jax.nn.sigmoid(self.shared_gate(h)) * shared
-        return routed + shared
+        return routed.astype(h.dtype) + shared

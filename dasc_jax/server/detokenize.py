@@ -1,5 +1,6 @@
 """Text out of tokens, piece by piece: no half characters, no beginnings of stop strings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -17,10 +18,11 @@ class Detokenizer:
 
     Args:
         tokenizer: has `decode(ids, skip_special_tokens=...) -> str`; None decodes everything to "".
+        skip_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any | None, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []
         self._context = 0  # tokens of the window whose text went out in an earlier piece
         self._emitted = 0  # characters of the window's text that are out
@@ -50,7 +52,7 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _take(self, text: str, end: int) -> str:
         piece = text[self._emitted : end]
@@ -70,6 +72,15 @@ class Detokenizer:
         if after and before + after == text and len(before) <= self._emitted:
             self._window, self._context = self._window[half:], 0
             self._emitted -= len(before)
+
+
+def offsets(tokens: Sequence[int], tokenizer: Any | None) -> list[int]:
+    """Where the text of each token begins in the text of them all, special ones included."""
+    text, found = Detokenizer(tokenizer, skip_special=False), []
+    for token in tokens:
+        found.append(text.length)
+        text.push(token)
+    return found
 
 
 class StopStrings:

@@ -19,16 +19,25 @@ def token_text(token: int, tokenizer: Any | None) -> str:
 def completion_logprobs(
     entries: Sequence[TokenLogprob], count: int, tokenizer: Any | None
 ) -> dict[str, list[Any]]:
-    """The form of `/v1/completions`: each position's `count` likeliest tokens and its own."""
+    """The form of `/v1/completions`: each position's `count` likeliest tokens and its own.
+
+    The first token of an echoed prompt has null for both.
+    """
     return {
         "tokens": [token_text(entry.token, tokenizer) for entry in entries],
-        "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [_by_text(entry, count, tokenizer) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
 
 
-def _by_text(entry: TokenLogprob, count: int, tokenizer: Any | None) -> dict[str, float]:
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST)
+
+
+def _by_text(entry: TokenLogprob, count: int, tokenizer: Any | None) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
     found: dict[str, float] = {}
     for token, logprob in [*_likeliest(entry, count), (entry.token, entry.logprob)]:
         text = token_text(token, tokenizer)
@@ -43,6 +52,7 @@ def chat_logprobs(
     """The form of `/v1/chat/completions`: each position's `count` likeliest tokens."""
     content = []
     for entry in entries:
+        assert entry.logprob is not None  # a chat echoes no prompt
         item = _chat_item(entry.token, entry.logprob, tokenizer)
         top = [_chat_item(t, logprob, tokenizer) for t, logprob in _likeliest(entry, count)]
         content.append({**item, "top_logprobs": top})
@@ -57,4 +67,4 @@ def _chat_item(token: int, logprob: float, tokenizer: Any | None) -> dict[str, A
 
 
 def _likeliest(entry: TokenLogprob, count: int) -> list[tuple[int, float]]:
-    return sorted(entry.top.items(), key=lambda item: (-item[1], item[0]))[:count]
+    return sorted((entry.top or {}).items(), key=lambda item: (-item[1], item[0]))[:count]

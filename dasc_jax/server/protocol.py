@@ -1,10 +1,15 @@
 """From a JSON body to requests of the engine: every field read, checked, or refused by name."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from dasc_jax.engine.request import Request, SamplingParams, StatePolicy
+from dasc_jax.engine.request import (
+    MOST_PROMPT_LOGPROBS,
+    Request,
+    SamplingParams,
+    StatePolicy,
+)
 from dasc_jax.server.errors import ApiError
 from dasc_jax.server.fields import Fields, encodable, is_int
 from dasc_jax.server.prompts import Prompt, chat_prompt, completion_prompts
@@ -45,7 +50,9 @@ class ServedModel:
 class Call:
     """One HTTP call: a request per choice, prompt-major, and how to answer.
 
-    `echoes` holds the text to put before each choice; `top_logprobs` is None without logprobs.
+    `echoes` holds the text to put before each choice; `top_logprobs` is None without logprobs, of
+    the prompt as well where it is echoed. The engine generates at least one token: with
+    `prompt_only` (max_tokens 0) the response leaves it out.
     """
 
     kind: Literal["completion", "chat"]
@@ -57,6 +64,7 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     top_logprobs: int | None = None
+    prompt_only: bool = False
 
 
 def parse_completion(body: dict[str, Any], model: ServedModel) -> Call:
@@ -72,14 +80,15 @@ def parse_completion(body: dict[str, Any], model: ServedModel) -> Call:
     fields.neutral("suffix", lambda suffix: suffix == "", '""')
     top = fields.integer("logprobs", None, 0, model.vocab_size)
     echo = fields.boolean("echo")
-    if echo and top is not None:
-        raise ApiError("echo together with logprobs is not supported", param="echo")
+    if echo and (top or 0) > MOST_PROMPT_LOGPROBS:
+        raise fields.refuse("logprobs", f"at most {MOST_PROMPT_LOGPROBS} together with echo")
     prompts = completion_prompts(fields.body.get("prompt"), model.tokenizer, model.vocab_size)
     if echo and model.tokenizer is None:
         raise ApiError("echo needs a tokenizer, which this model lacks", param="echo")
     echoes = tuple(_echo(prompt, model) for prompt in prompts for _ in range(samples) if echo)
-    limit = fields.integer("max_tokens", None, 1, model.max_context)
-    return _call("completion", fields, model, prompts, (limit, COMPLETION_TOKENS), top, echoes)
+    limit = fields.integer("max_tokens", None, 0 if echo else 1, model.max_context)
+    call = _call("completion", fields, model, prompts, (limit, COMPLETION_TOKENS), top, echoes)
+    return replace(call, prompt_only=limit == 0)
 
 
 def parse_chat(body: dict[str, Any], model: ServedModel) -> Call:
@@ -162,7 +171,9 @@ def _call(
     requests = []
     for prompt, length in zip(prompts, lengths, strict=True):
         for sample in range(samples):
-            sampling = _sampling(fields, model, length, (seed or 0) + sample, top_logprobs)
+            sampling = _sampling(fields, model, max(length, 1), (seed or 0) + sample, top_logprobs)
+            if echoes:
+                sampling = replace(sampling, prompt_logprobs=top_logprobs)
             name = f"{call_id}-{len(requests)}"
             requests.append(Request(name, prompt.tokens, sampling, policy, namespace))  # type: ignore[arg-type]
     stream = fields.boolean("stream")

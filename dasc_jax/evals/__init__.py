@@ -1,0 +1,1 @@
+"""Evaluations: RULER, end tasks, prefix reuse, and the statistics that compare arms."""

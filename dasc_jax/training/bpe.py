@@ -1,0 +1,66 @@
+"""A small byte-level BPE tokenizer whose digits stand alone, as `load_tokenizer` reads it."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dasc_jax.evals.ruler import TASKS, Generator, expected_answer
+from dasc_jax.tokenizer import CHATML
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = range(len(SPECIALS))
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Learn `vocabulary` tokens (the three specials and 256 bytes among them) from `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+class _Words:
+    """Counts words: enough to size prompts before there is a tokenizer."""
+
+    def encode(self, text: str, /) -> list[str]:
+        return text.split()
+
+
+def training_texts(essays: str, seed: int, prompts: int = 40) -> Iterator[str]:
+    """The essays, and some prompts of every RULER task from the training pools."""
+    yield from essays.split("\n")
+    generator = Generator(_Words(), split="train", seed=seed, essays=essays)
+    for task in TASKS:
+        for index in range(prompts):
+            instance = generator.instance(task, 1024, index)
+            yield instance.prompt + expected_answer(instance)
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`, with a ChatML template."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": SPECIALS[END_OF_TURN],
+        "pad_token": SPECIALS[END_OF_TEXT],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHATML,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
