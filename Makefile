@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/.ready
 CUDA_READY := $(VENV)/.ready-cuda
+# A worker keeps the engines that a file of tests compiles, so files are not split.
+WORKERS ?= -n 2 --dist loadfile
 # Arguments for pytest or for the demo: make test ARGS="tests/test_plan.py -k window"
 ARGS ?=
 
@@ -15,11 +17,11 @@ ARGS ?=
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## a small hybrid model on the CPU: cold run, cached runs, what each checkpoint costs
+demo: $(READY) ## a trained mini answers questions about long documents, cold and under every policy
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(READY) ## the test suite on the CPU, without the slow and the device tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(READY) ## ruff and pyright, as the pre-commit hooks run them
 	@failed=0; \
@@ -33,7 +35,7 @@ format: $(READY) ## sort imports and reformat in place
 	$(BIN)/ruff format
 
 nightly: $(READY) ## the slow tests too, and every property with ten times the examples
-	$(BIN)/python -m pytest -m "not device" --hypothesis-profile=nightly --timeout=1800 $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not device" --hypothesis-profile=nightly --timeout=1800 $(ARGS)
 
 device-test: $(CUDA_READY) ## the tests that need an NVIDIA Hopper GPU
 	$(BIN)/python -m pytest -m device $(ARGS)

@@ -2,7 +2,7 @@
 checkpoints (DASC).
 
 import dasc_jax as dj
-model = dj.load_model("checkpoints/demo")
+model = dj.load_model("checkpoints/kimi-linear-mini")
 logits, cache = dj.forward(model, tokens)
 plan = dj.make_plan(dj.retention_horizons(model), w_max=16)
 packed = dj.pack(plan, cache)

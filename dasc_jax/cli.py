@@ -20,7 +20,7 @@ PROGRAMS = {
     "serve": Program("dasc_jax.programs.serve", "start the OpenAI-compatible server"),
     "generate": Program("dasc_jax.programs.generate", "continue a prompt without a server"),
     "plan": Program("dasc_jax.analysis.report", "horizons, plan and checkpoint bytes of a model"),
-    "demo": Program("dasc_jax.programs.demo", "the same conversations cold and cached, compared"),
+    "demo": Program("dasc_jax.programs.demo", "questions about long documents, cold and cached"),
     "tables": Program("dasc_jax.analysis.tables", "Table 1 and figures 2, 4, 5, 6 of the paper"),
     "eval-tasks": Program("dasc_jax.evals.tasks", "end tasks from local files, through a server"),
     "train": Program("dasc_jax.training.train", "train one of the demo checkpoints"),

@@ -13,6 +13,7 @@ later one.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,8 @@ def prefill(
     num_boundaries: int,
 ) -> DeltaOut:
     """`delta_prefill`, 64 tokens at a time. The backward pass recomputes each chunk."""
-    step = jax.checkpoint(_chunk, prevent_cse=False)
-    return walk(step, (q, k, v, g, beta), initial, table, keep, num_boundaries)
+    local, step = (jax.checkpoint(f, prevent_cse=False) for f in (_within, _chunk))
+    return walk(local, step, (q, k, v, g, beta), initial, table, keep, num_boundaries)
 
 
 def decode(
@@ -63,23 +64,46 @@ def decode(
     return pool, jnp.where(live[:, None, None], o, 0.0)
 
 
-def _chunk(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """64 tokens of all heads: state `[H, K, V]` -> (state, o `[64, H, V]`)."""
+class Within(NamedTuple):
+    """What 64 tokens are to each other and to the chunk's ends, per head; no state is in it.
+
+    attend, erase `[H, 64, 64]`: P, and beta times the pairs of A; q_start, k_start, k_end
+    `[H, 64, K]`: q and k decayed from the chunk's start, k to its end; decay `[H, K or 1]`: over
+    the whole chunk; v `[H, 64, V]`, beta `[H, 64, 1]`.
+    """
+
+    attend: jax.Array
+    erase: jax.Array
+    q_start: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
+    decay: jax.Array
+    v: jax.Array
+    beta: jax.Array
+
+
+def _within(tokens: Tokens) -> Within:
     q, k, v, g = (jnp.swapaxes(x, 0, 1) for x in tokens[:4])
     beta = tokens.beta.T[..., None]
     group = v.shape[0] // q.shape[0]
     # exp(-128) is zero in float32, so the bound changes no result; 0 * -inf would, in the sums.
     g = jnp.maximum(g, LEAST_DECAY)
     pairs = _scalar_pairs if g.shape[-1] == 1 else _channel_pairs
-    products = pairs(jnp.stack([q, k]), k, g, group)
+    attend, erase = pairs(jnp.stack([q, k]), k, g, group)
     q, k = jnp.repeat(q, group, axis=0), jnp.repeat(k, group, axis=0)
     rows = np.arange(CHUNK)
     from_start = jnp.exp(_einsum("im,hmk->hik", _indicator(rows[:, None] >= rows), g))
     to_end = jnp.exp(_einsum("jm,hmk->hjk", _indicator(rows[:, None] < rows), g))
-    u = beta * (v - _einsum("hik,hkv->hiv", k * from_start, state))
-    u = jax.scipy.linalg.solve_triangular(beta * products[1], u, lower=True, unit_diagonal=True)
-    o = _einsum("hik,hkv->hiv", q * from_start, state) + _einsum("hij,hjv->hiv", products[0], u)
-    state = from_start[:, -1, :, None] * state + _einsum("hjk,hjv->hkv", k * to_end, u)
+    q_start, k_start = q * from_start, k * from_start
+    return Within(attend, beta * erase, q_start, k_start, k * to_end, from_start[:, -1], v, beta)
+
+
+def _chunk(state: jax.Array, c: Within) -> tuple[jax.Array, jax.Array]:
+    """64 tokens of all heads: state `[H, K, V]` -> (state, o `[64, H, V]`)."""
+    u = c.beta * (c.v - _einsum("hik,hkv->hiv", c.k_start, state))
+    u = jax.scipy.linalg.solve_triangular(c.erase, u, lower=True, unit_diagonal=True)
+    o = _einsum("hik,hkv->hiv", c.q_start, state) + _einsum("hij,hjv->hiv", c.attend, u)
+    state = c.decay[..., None] * state + _einsum("hjk,hjv->hkv", c.k_end, u)
     return state, jnp.swapaxes(o, 0, 1)
 
 
@@ -113,8 +137,7 @@ def _channel_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> j
     in_blocks = (heads, blocks, BLOCK, width)
     left_blocks = left.reshape(2, *in_blocks)
     g_blocks = g.reshape(in_blocks)
-    near = k.reshape(in_blocks)[:, :, None] * _interval_decay(g_blocks)
-    near = _einsum("xhbik,hbijk->xhbij", left_blocks, near)
+    near = _diagonals(left_blocks, k.reshape(in_blocks), g_blocks)
 
     rows, first = np.arange(CHUNK), np.arange(blocks)[:, None] * BLOCK
     before = rows < first
@@ -128,3 +151,20 @@ def _channel_pairs(left: jax.Array, k: jax.Array, g: jax.Array, group: int) -> j
     same = np.eye(blocks, dtype=bool)[:, None, :, None]
     both = jnp.where(same, near[..., None, :], far.reshape(2, heads, blocks, BLOCK, blocks, BLOCK))
     return both.reshape(2, heads, CHUNK, CHUNK)
+
+
+def _diagonals(left: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+    """Products `[2, H, blocks, i, j]` inside blocks: left_i k_j, each channel decayed from j to i.
+
+    Diagonal by diagonal, for the interval of (i, i - n) is that of (i, i - n + 1) and one token
+    more: a sum without differences, and nothing of size [i, j, K] is kept.
+    """
+    sums = jnp.zeros_like(g)
+    diagonals = []
+    for n in range(BLOCK):
+        earlier = jnp.pad(k, ((0, 0), (0, 0), (n, 0), (0, 0)))[:, :, :BLOCK]
+        diagonals.append(jnp.sum(left * (earlier * jnp.exp(sums)), axis=-1))
+        sums = sums + jnp.pad(g, ((0, 0), (0, 0), (n, 0), (0, 0)))[:, :, :BLOCK]
+    stacked = jnp.stack(diagonals, axis=-1)
+    i, j = np.indices((BLOCK, BLOCK))
+    return jnp.where(i >= j, stacked[..., i, np.maximum(i - j, 0)], 0.0)

@@ -1,6 +1,6 @@
 """The walk over the chunks of a packed batch, which every prefill of the delta rule shares.
 
-It gathers the tokens of a chunk, starts the state where the table says so, and writes final and
+It gathers the tokens of every chunk, starts the state where the table says so, and writes final and
 boundary states into buffers whose last row takes what nobody asked for.
 """
 
@@ -44,15 +44,17 @@ def prepare(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Ar
     )
 
 
-def walk(
-    step: Callable[[jax.Array, Tokens], tuple[jax.Array, jax.Array]],
+def walk[Local](
+    local: Callable[[Tokens], Local],
+    step: Callable[[jax.Array, Local], tuple[jax.Array, jax.Array]],
     inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array],
     initial: jax.Array,
     table: ChunkTable,
     keep: jax.Array | None,
     num_boundaries: int,
 ) -> DeltaOut:
-    """Carry the state through the chunks with `step(state, 64 Tokens) -> (state, o [64, H, V])`.
+    """Carry the state through the chunks with `step(state, local(64 Tokens)) -> (state, o [64, H,
+    V])`. What `local` makes depends on no state, so it is made for all chunks side by side.
 
     Rows of a chunk that hold no token are zeros, for which the delta rule changes nothing. They are
     selected, never multiplied away, so that garbage in padding tokens reaches no real row.
@@ -63,27 +65,32 @@ def walk(
     zero = jnp.where(False, initial[0], 0.0)
     o_zero = jnp.broadcast_to(zero[None, :, 0], (CHUNK, *inputs[2].shape[1:]))
     tokens = inputs[0].shape[0]
+    row, length = chunks.row[:, None], chunks.length[:, None]
+    index = chunks.token[:, None] - row + rows
+    real = (rows >= row) & (rows < row + length)
 
-    def visit(carry, chunk):
+    def gathered(real: jax.Array, index: jax.Array) -> Local:
+        return local(prepare(*(_select(real, index, x) for x in inputs)))
+
+    def visit(carry, scanned):
         state, final, boundary = carry
+        chunk, made = scanned
         loaded = initial[chunk.segment]
         merged = loaded if keep is None else jnp.where(keep[..., None], loaded, state)
         state = jax.lax.select_n(chunk.start, state, zero, loaded, merged)
-        index = chunk.token - chunk.row + rows
-        real = (rows >= chunk.row) & (rows < chunk.row + chunk.length)
-
-        def compute(state):
-            return step(state, prepare(*(_select(real, index, x) for x in inputs)))
-
-        state, o = jax.lax.cond(chunk.length > 0, compute, lambda state: (state, o_zero), state)
+        state, o = jax.lax.cond(
+            chunk.length > 0, lambda state: step(state, made), lambda state: (state, o_zero), state
+        )
         final = jax.lax.dynamic_update_index_in_dim(final, state, chunk.final, 0)
         boundary = jax.lax.dynamic_update_index_in_dim(boundary, state, chunk.boundary, 0)
-        return (state, final, boundary), (o, jnp.where(real, index, tokens))
+        return (state, final, boundary), o
 
     final = jnp.concatenate([initial, zero[None]])
     boundary = jnp.broadcast_to(zero, (num_boundaries + 1, *zero.shape))
     per_chunk = chunks._replace(cu_seqlens=jnp.zeros_like(chunks.token))
-    (_, final, boundary), (o, place) = jax.lax.scan(visit, (zero, final, boundary), per_chunk)
+    made = jax.vmap(gathered)(real, index)
+    (_, final, boundary), o = jax.lax.scan(visit, (zero, final, boundary), (per_chunk, made))
+    place = jnp.where(real, index, tokens)
     return DeltaOut(_packed(o, place, tokens), final[:-1], boundary[:-1])
 
 

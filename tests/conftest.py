@@ -54,14 +54,35 @@ def released(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
     return golden_dir / request.param
 
 
-@pytest.fixture(scope="module", autouse=True)
-def release_compiled_programs() -> Iterator[None]:
-    """Drop compiled programs behind each module.
+MOST_MAPPINGS = 20_000
+"""A third of the kernel's default limit for a process (vm.max_map_count, 65,530)."""
 
-    XLA maps memory for every program it compiles on the CPU; the whole suite in one process would
-    meet the kernel's limit on mappings (65,530 by default), where the next compilation crashes.
+
+@pytest.fixture(autouse=True)
+def few_mappings() -> Iterator[None]:
+    """Drop compiled programs behind each module, and earlier where a module compiles very much.
+
+    XLA maps memory for every program it compiles on the CPU; past the kernel's limit the next
+    compilation crashes the process.
     """
     yield
+    if _mappings() > MOST_MAPPINGS:
+        _release_compiled_programs()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_behind_a_module() -> Iterator[None]:
+    """See `few_mappings`."""
+    yield
+    _release_compiled_programs()
+
+
+def _mappings() -> int:
+    maps = Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
+def _release_compiled_programs() -> None:
     engines = sys.modules.get("tests.engines")
     if engines is not None:
         engines.forget()

@@ -154,8 +154,9 @@ def test_an_unknown_mini_is_refused(novels_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was_and_publishes_what_it_learned(novels_file, tmp_path):
-    common = ["qwen3-next-mini", "--novels", str(novels_file), "--steps", "3"]
-    common += ["--batch-tokens", "512", "--processes", "0", "--log-steps", "1"]
+    base = ["qwen3-next-mini", "--novels", str(novels_file), "--batch-tokens", "512"]
+    base += ["--processes", "0", "--log-steps", "1"]
+    common = [*base, "--steps", "3"]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train.main([*common, "--out", str(whole)]) == 0
     assert train.main([*common, "--out", str(halves), "--stop-seconds", "0"]) == 3
@@ -167,6 +168,10 @@ def test_a_stopped_run_goes_on_where_it_was_and_publishes_what_it_learned(novels
     assert len((halves / "train.jsonl").read_text().splitlines()) == 3
     assert json.loads((whole / "train.jsonl").read_text().splitlines()[0])["step"] == 1
     assert card.check_sums(whole / "model") == []
+    again = [*base, "--out", str(tmp_path / "again"), "--init", str(whole / "model")]
+    assert train.main([*again, "--steps", "1", "--peak-rate", "0"]) == 0
+    for name, value in dj.load_model(tmp_path / "again" / "model").params.items():
+        np.testing.assert_array_equal(value, one.params[name], err_msg=name)
     (whole / "model" / "tokenizer.json").write_text("{}")
     assert card.check_sums(whole / "model") == ["tokenizer.json"]
     assert one.tokenizer is not None and len(one.tokenizer) == VOCABULARY

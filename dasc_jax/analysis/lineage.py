@@ -45,11 +45,11 @@ class LineageArgs:
 
     nr zeroes local units, wr refreshes them, int8 keeps every unit with its rows in int8.
 
-    Example: lineage_report checkpoints/demo --turns 10 --out lineage.jsonl
+    Example: lineage_report checkpoints/kimi-linear-mini --turns 10 --out lineage.jsonl
     """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = Path(
-        "checkpoints/demo"
+        "checkpoints/kimi-linear-mini"
     )
     """Checkpoint directory."""
     w_max: int = 16

@@ -1,6 +1,5 @@
-"""How a comparison of arms is shown: one table, a line of JSON an arm, one figure."""
+"""How a comparison of policies is shown: two tables, a line of JSON a policy, one figure."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,82 +7,108 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
-from dasc_jax.programs.arms import Outcome
+from dasc_jax.programs.outcomes import Outcome, wrong
 
 NONE = "-"
 
 
-def comparison_table(outcomes: Sequence[Outcome], title: str) -> Table:
-    """A row an arm."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0
-    )
-    table.add_column("policy", no_wrap=True)
-    for name in (
-        "W_max",
-        "bytes a\ncheckpoint",
-        "slots",
-        "hits",
-        "token\nhit rate",
-        "TTFT ms\nmean",
-        "tokens\nas cold",
-        "KL, nats\nmean",
-        "replayed\na hit",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in outcomes:
-        table.add_row(one.arm.name, *_cells(one))
+def answers_table(outcomes: Sequence[Outcome]) -> Table:
+    """A row a question, with the answers of every policy that are not the expected one."""
+    table = _table("questions and answers")
+    for name in ("question", "expected", "right", "wrong answers"):
+        table.add_column(name, justify="right" if name == "right" else "left")
+    for place, question in enumerate(outcomes[0].questions):
+        missed = wrong(outcomes, place)
+        said = "; ".join(f"{name}: {text!r}" for name, text in missed.items())
+        right = f"{len(outcomes) - len(missed)}/{len(outcomes)}"
+        table.add_row(question.short, question.answer, right, Text(said, "red"))
     return table
 
 
-def _cells(one: Outcome) -> list[str]:
-    ttft = f"{1e3 * one.ttft:.1f}"
-    if one.arm.cold:
-        return [NONE, NONE, NONE, f"0/{one.requests}", "0.0 %", ttft, NONE, NONE, NONE]
-    return [
-        str(one.arm.w_max),
-        f"{one.checkpoint_bytes:,}",
-        str(one.slots),
-        f"{one.hits}/{one.requests}",
-        f"{100 * one.hit_rate:.1f} %",
-        ttft,
-        f"{100 * one.equal:.1f} %",
-        f"{one.kl:.1e}",
-        f"{one.replayed:.0f}",
-    ]
+def policies_table(outcomes: Sequence[Outcome], title: str) -> Table:
+    """A row a policy."""
+    table = _table(title, padding=0)
+    table.add_column("policy", no_wrap=True)
+    for name in (
+        "bytes a\ncheckpoint",
+        "times\nsmaller",
+        "cached\ntokens",
+        "token\nhit rate",
+        "replayed\na request",
+        "TTFT ms\nmedian",
+        "right\nanswers",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in outcomes:
+        size = (f"{one.slot:,}", f"{one.compression:.2f}") if one.arm else (NONE, NONE)
+        table.add_row(
+            one.name,
+            *size,
+            f"{one.cached_tokens:,}",
+            f"{100 * one.cached_tokens / one.prompt_tokens:.1f} %",
+            f"{one.replayed:.0f}",
+            f"{1e3 * one.ttft:.0f}",
+            f"{sum(one.right)}/{len(one.right)}",
+        )
+    return table
+
+
+def _table(title: str, padding: int | tuple[int, int] = (0, 1)) -> Table:
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=padding
+    )
 
 
 def write_outcomes(outcomes: Sequence[Outcome], context: dict[str, Any], file: Path) -> None:
-    """A JSON object an arm, each with the `context` (date, machine, command, sizes)."""
+    """A JSON object a policy, each with the `context` (date, machine, load, command)."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     for one in outcomes:
-        values = dataclasses.asdict(one)
-        lines.append(json.dumps({"name": one.arm.name, **values.pop("arm"), **values, **context}))
+        values = {
+            "name": one.name,
+            "checkpoint_bytes": one.slot if one.arm else None,
+            "compression": one.compression if one.arm else None,
+            "requests": len(one.answers),
+            "right": sum(one.right),
+            "prompt_tokens": one.prompt_tokens,
+            "cached_tokens": one.cached_tokens,
+            "replayed_tokens_mean": one.replayed,
+            "ttft_seconds_median": one.ttft,
+            "ttft_seconds": [answer.ttft for answer in one.answers],
+            "answers": [answer.text for answer in one.answers],
+            "expected": [question.answer for question in one.questions],
+        }
+        lines.append(json.dumps({**values, **context}))
     file.write_text("\n".join(lines) + "\n")
 
 
 def draw_outcomes(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
-    """Token hit rate and mean time to the first token of every arm, as a PNG."""
+    """Token hit rate, median time to the first token and bytes of a checkpoint, as a PNG."""
     from matplotlib.figure import Figure
 
-    labels = [
-        one.arm.name if one.arm.cold or not one.arm.w_max else f"{one.arm.name}\nW={one.arm.w_max}"
-        for one in outcomes
-    ]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    panels = (
-        (left, [100 * one.hit_rate for one in outcomes], "token hit rate, %", "%.0f", "#3b6ea5"),
-        (right, [1e3 * one.ttft for one in outcomes], "mean TTFT, ms", "%.0f", "#c0722e"),
+    labels = [f"{one.name}  {sum(one.right)}/{len(one.right)} right" for one in outcomes]
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = zip(
+        figure.subplots(1, 3, sharey=True),
+        (
+            [100 * one.cached_tokens / one.prompt_tokens for one in outcomes],
+            [1e3 * one.ttft for one in outcomes],
+            [one.slot / 1e3 if one.arm else 0.0 for one in outcomes],
+        ),
+        ("prompt tokens from the cache, %", "median TTFT, ms", "a checkpoint, kB"),
+        ("#3b6ea5", "#c0722e", "#5a8f4e"),
+        strict=True,
     )
-    for axes, values, name, form, colour in panels:
-        bars = axes.bar(labels, values, color=colour)
-        axes.bar_label(bars, fmt=form, fontsize=8)
+    for axes, values, name, colour in panels:
+        bars = axes.barh(labels, values, color=colour)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
+        axes.margins(x=0.12)
         axes.set_title(name, fontsize=10)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(title, fontsize=9)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)

@@ -1,12 +1,12 @@
-"""`dasc demo`: the same conversations cold and cached, through the real server, compared."""
+"""`dasc demo`: questions about long documents, answered cold and under every cache policy."""
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +17,47 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dasc_jax.config import DascConfig
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
-from dasc_jax.layout import account
+from dasc_jax.evals.arms import DENSE, Arm
+from dasc_jax.evals.rounds import slot_bytes
 from dasc_jax.model import Model
-from dasc_jax.programs.arms import Answer, Arm, Outcome, ask, ask_all, outcome
-from dasc_jax.programs.comparison import comparison_table, draw_outcomes, write_outcomes
-from dasc_jax.programs.conversations import Conversations, Workload
-from dasc_jax.programs.loading import load
+from dasc_jax.programs.comparison import (
+    answers_table,
+    draw_outcomes,
+    policies_table,
+    write_outcomes,
+)
+from dasc_jax.programs.documents import Document, Question, make_documents
+from dasc_jax.programs.loading import build, load
+from dasc_jax.programs.outcomes import Answer, Outcome, ask
 from dasc_jax.programs.runtime import EMBEDDED, FAILED, ProgramError, complaints, machine, settle
 from dasc_jax.programs.serving import serving
 from dasc_jax.types import PAGE
 
 MODEL_NAME = "demo"
+ANSWER_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Send the same conversations to the server without a prefix cache (cold) and with one, under
-    one budget for state checkpoints, and compare.
+    """Ask a trained model questions about long documents, through the real server, and check the
+    answers: without reuse (cold), then with the documents cached under every policy.
 
-    Several conversations share a system prompt and take turns, so that each comes back only after
-    all others have run. dense keeps whole states, and few fit the budget; nr and wr keep the units
-    that remember more than W_max tokens, so that more fit. nr starts the other units at zero, wr
-    recomputes them from the last tokens of the prefix. Replies are the cold run's, so that every
-    policy sees the same prompts. Computed in float32, on whatever device JAX finds.
+    The documents are read once, with exact checkpoints of the recurrent state. For each policy
+    these are repacked into what it keeps, and the same questions are asked again: dense keeps whole
+    states; nr and wr keep the units that remember more than W tokens, in float32 or int8. nr starts
+    the other units at zero, wr recomputes them from the last tokens of the prefix. Questions about
+    an essay ask for numbers hidden in it, the last of them cut in two by the checkpoint's boundary.
+    Computed in float32, on whatever device JAX finds.
     """
 
-    conversations: int = 6
-    """Conversations under one system prompt."""
-    turns: int = 4
-    """Turns of each."""
-    system_tokens: int = 420
-    """About how many tokens the system prompt has."""
-    user_tokens: int = 100
-    """About how many tokens a question has."""
-    reply_tokens: int = 16
-    """Tokens of an answer."""
-    w_max: tuple[int, ...] = (16, 128)
-    """Thresholds for nr and wr, in tokens."""
-    int8: bool = True
-    """Also run nr with int8 rows at the first threshold."""
-    budget: int = 640 * 1024
-    """Bytes for state checkpoints, the same for every policy."""
+    essays: int = 2
+    """Essays with four numbers hidden in each; a question for each number."""
+    facts: int = 1
+    """Collections of facts about invented people and towns; four questions about each."""
+    tokens: int = 1300
+    """About how many tokens a document has."""
+    w_max: tuple[int, ...] = (16, 512)
+    """Thresholds W for nr and wr, in tokens."""
     model: Path = EMBEDDED
     """Checkpoint directory with a tokenizer."""
     out: Path = Path("out")
@@ -65,18 +65,18 @@ class DemoArgs:
     compilation_cache: str = "auto"
     """Directory that keeps compiled steps for the next time. auto: $JAX_COMPILATION_CACHE_DIR,
     else one under ~/.cache; off: none."""
+    seed: int = 0
+    """Of the documents."""
 
     @property
-    def arms(self) -> list[Arm]:
-        """Every arm, those that share an engine next to each other; the reference first."""
-        lossy = [Arm(policy, w) for w in self.w_max for policy in ("nr", "wr")]
-        int8 = [Arm("nr", w, "int8") for w in self.w_max[:1] if self.int8]
-        return [Arm("dense", cold=True), Arm("dense"), *lossy, *int8]
-
-    @property
-    def workload(self) -> Workload:
-        """The conversations; raises ValueError for a size below 1."""
-        return Workload(self.conversations, self.turns, self.system_tokens, self.user_tokens)
+    def arms(self) -> tuple[Arm, ...]:
+        """The policies in the order of the tables."""
+        kinds: tuple[dict[str, Any], ...] = (
+            {"policy": "nr"},
+            {"policy": "wr"},
+            {"policy": "nr", "quantization": "int8"},
+        )
+        return (DENSE, *(Arm(DascConfig(w_max=w, **kind)) for w in self.w_max for kind in kinds))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,63 +96,74 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: DemoArgs, command: str, console: Console) -> None:
-    workload = args.workload
+    load_average = os.getloadavg()[0]
     settle(args.compilation_cache)
     model = load(args.model, "float32", console)
     if model.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer; the demo writes its prompts as text")
-    outcomes = run(args, workload, model, console)
+    documents = make_documents(model.tokenizer, args.essays, args.facts, args.tokens, args.seed)
+    outcomes = run(args.arms, documents, model, console)
     when = datetime.now(UTC).strftime("%Y-%m-%d")
+    where = f"{when}, {machine()}, load average {load_average:.1f} at the start"
     console.print()
-    console.print(comparison_table(outcomes, _title(args, outcomes)))
-    console.print(f"\n{command}\n{when}, {machine()}", highlight=False, soft_wrap=True)
-    context = {"date": when, "machine": machine(), "command": command, "budget": args.budget}
-    write_outcomes(outcomes, context, args.out / "demo.jsonl")
-    draw_outcomes(outcomes, f"{when}, {machine()}", args.out / "demo.png")
+    console.print(answers_table(outcomes))
+    console.print()
+    console.print(policies_table(outcomes, _title(documents, args.model.name)))
+    console.print(f"\n{command}\n{where}", highlight=False, soft_wrap=True)
+    context = {"date": when, "machine": machine(), "load": load_average, "command": command}
+    write_outcomes(outcomes, {**context, "model": args.model.name}, args.out / "demo.jsonl")
+    draw_outcomes(outcomes, f"{args.model.name}, {where}", args.out / "demo.png")
     for name in ("demo.jsonl", "demo.png"):
         console.print(f"written: {args.out / name}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _title(args: DemoArgs, outcomes: Sequence[Outcome]) -> str:
-    return (
-        f"{args.conversations} conversations of {args.turns} turns, one system prompt,"
-        f" {args.budget:,} bytes for checkpoints"
-    )
+def _title(documents: Sequence[Document], model: str) -> str:
+    questions = sum(len(document.questions) for document in documents)
+    return f"{model}: {questions} questions about {len(documents)} documents"
 
 
-def run(args: DemoArgs, workload: Workload, model: Model, console: Console) -> list[Outcome]:
-    """The outcome of every arm, in their order.
+def run(
+    arms: Sequence[Arm], documents: Sequence[Document], model: Model, console: Console
+) -> list[Outcome]:
+    """The outcome of a cold run, then of every arm, over one engine compiled once.
 
     Raises:
-        ValueError: a workload past the model's context, or a budget too small for a checkpoint.
+        ValueError: documents past the model's context.
     """
-    outcomes: list[Outcome] = []
-    prompts: list[tuple[int, ...]] = []
-    cold: list[Answer] = []
-    requests = workload.conversations * workload.turns
-    with _progress(console) as bar:
-        task = bar.add_task("", total=len(args.arms) * requests)
+    questions = tuple(q for document in documents for q in document.questions)
+    engine = build(model, _config(arms, questions), console)
+    with serving(engine, MODEL_NAME) as url, _client(url) as client, _progress(console) as bar:
+        task = bar.add_task("", total=len(documents) + (1 + len(arms)) * len(questions))
 
-        def answered() -> None:
+        def one(prompt: str, max_tokens: int = ANSWER_TOKENS) -> Answer:
+            answer = ask(client, MODEL_NAME, prompt, max_tokens)
             bar.update(task, advance=1)
+            return answer
 
-        for config, arms in groupby(args.arms, lambda arm: _config(args, arm, model)):
-            engine = _build(model, config, bar)
-            with serving(engine, MODEL_NAME) as url, _client(url) as client:
-                for arm in arms:
-                    bar.update(task, description=f"asking: {_label(arm)}")
-                    one = _asker(client, arm, args.reply_tokens, model)
-                    _settle_down(client, one, workload)
-                    if arm.cold:
-                        prompts, cold = _converse(workload, model, one, answered)
-                    answers = cold if arm.cold else ask_all(prompts, one, answered)
-                    size, slots = _capacity(engine)
-                    outcomes.append(outcome(arm, answers, cold, size, slots))
+        bar.update(task, description="asking: cold")
+        answers = tuple(_cold(engine, one, question) for question in questions)
+        dense = _checkpoint_bytes(engine)
+        outcomes = [Outcome(None, questions, answers, dense, dense)]
+        bar.update(task, description="reading documents")
+        engine.flush_cache()
+        for document in documents:
+            one(document.text, 1)
+        kept = engine.keep()
+        for arm in arms:
+            bar.update(task, description=f"asking: {arm.name}")
+            engine.adopt(kept, arm.dasc)
+            answers = tuple(one(question.prompt) for question in questions)
+            outcomes.append(Outcome(arm, questions, answers, _checkpoint_bytes(engine), dense))
     return outcomes
 
 
-def _label(arm: Arm) -> str:
-    return f"{arm.name}, W_max {arm.w_max}" if arm.w_max else arm.name
+def _cold(engine: Engine, one: Callable[[str], Answer], question: Question) -> Answer:
+    engine.flush_cache()
+    return one(question.prompt)
+
+
+def _checkpoint_bytes(engine: Engine) -> int:
+    return slot_bytes(engine.loop.device.memory.pool).total
 
 
 def _progress(console: Console) -> Progress:
@@ -160,38 +171,22 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
-def _build(model: Model, config: EngineConfig, bar: Progress) -> Engine:
-    task = bar.add_task("compiling", total=None)
-    engine = Engine(
-        model, config, lambda done, total: bar.update(task, completed=done, total=total)
-    )
-    bar.remove_task(task)
-    return engine
-
-
-def _config(args: DemoArgs, arm: Arm, model: Model) -> EngineConfig:
-    """The engine of an arm. One request runs at a time, so few shapes compile; nr and wr at one
-    threshold share an engine, and the policy goes with the request."""
-    policy = "dense" if arm.policy == "dense" else "nr"
-    turn = args.user_tokens + args.reply_tokens + 2 * PAGE
-    context = -(-(args.system_tokens + PAGE + args.turns * turn) // PAGE) * PAGE
+def _config(arms: Sequence[Arm], questions: Sequence[Question]) -> EngineConfig:
+    """One request runs at a time, so few shapes compile; nothing that is cached gets evicted."""
+    context = _pages(max(question.tokens for question in questions) + ANSWER_TOKENS)
+    refresh = _pages(max(arm.w_max for arm in arms) + 3) + 1
     return EngineConfig(
-        dasc=DascConfig(arm.w_max, policy=policy, quantization=arm.quantization),
-        max_context=min(context, model.config.max_context),
+        dasc=DENSE.dasc,
+        max_context=context * PAGE,
         max_running=1,
-        prefill_tokens=max(256, -(-(max(args.w_max, default=0) + 3) // PAGE) * PAGE + PAGE),
-        pages=2 + (args.conversations + 1) * (context // PAGE),
-        checkpoint_bytes=args.budget,
-        prefix_cache=not arm.cold,
+        prefill_tokens=max(4, refresh) * PAGE,
+        pages=1 + (1 + len(questions)) * context,
+        checkpoint_slots=3 * len(questions),
     )
 
 
-def _capacity(engine: Engine) -> tuple[int, int]:
-    """Bytes of a checkpoint, and how many the pool holds."""
-    loop, quantization = engine.loop, engine.config.dasc.quantization
-    stored = replace(engine.model.config, dtype=engine.model.dtype)
-    cost = account(stored, loop.plan, tp=1, quantization=quantization)
-    return cost.bytes_per_slot, loop.residency.checkpoint_slots
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
 
 
 @contextmanager
@@ -202,34 +197,3 @@ def _client(url: str) -> Iterator[Any]:
         raise ValueError("the demo needs the openai package: pip install openai") from error
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
-
-
-def _asker(client: Any, arm: Arm, reply: int, model: Model) -> Callable[[Sequence[int]], Answer]:
-    return lambda prompt: ask(client, MODEL_NAME, prompt, arm, reply, model.config.vocab_size)
-
-
-def _settle_down(client: Any, one: Callable[..., Answer], workload: Workload) -> None:
-    """Run every kind of step once, untimed, then forget what that cached."""
-    first = tuple(range(1, 200))
-    one(first[:130])
-    one(first)
-    client.with_options(base_url=str(client.base_url).removesuffix("v1/")).post(
-        "/flush_cache", cast_to=object
-    )
-
-
-def _converse(
-    workload: Workload,
-    model: Model,
-    one: Callable[[Sequence[int]], Answer],
-    progress: Callable[[], None],
-) -> tuple[list[tuple[int, ...]], list[Answer]]:
-    """Hold the conversations; gives their prompts and answers in the order of arrival."""
-    conversations = Conversations(workload, model.tokenizer)
-    prompts, answers = [], []
-    for conversation, _ in workload.order():
-        prompts.append(conversations.ask(conversation))
-        answers.append(one(prompts[-1]))
-        conversations.answer(conversation, answers[-1].tokens)
-        progress()
-    return prompts, answers

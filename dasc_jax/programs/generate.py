@@ -32,7 +32,7 @@ class GenerateArgs:
     """Or: a UTF-8 file with a prompt a line."""
     model: Path = EMBEDDED
     """Checkpoint directory: as Hugging Face releases it, or from `dasc convert`. Default: the small
-    random model that comes with the repository."""
+    trained model that comes with the repository."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and activations; recurrent states are float32 always."""
     max_tokens: int = 32

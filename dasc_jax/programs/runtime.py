@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "demo"
-"""The checkpoint that comes with the repository."""
+EMBEDDED = Path(__file__).resolve().parents[2] / "checkpoints" / "kimi-linear-mini"
+"""The checkpoint that programs take by default: it comes with the repository."""
 
 FAILED = 1
 """Exit status of a program that could not do its work; usage errors exit with 2."""

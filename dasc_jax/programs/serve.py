@@ -45,7 +45,7 @@ class ServeArgs:
 
     model: Path = EMBEDDED
     """Checkpoint directory: as Hugging Face releases it, or from `dasc convert`. Default: the small
-    random model that comes with the repository."""
+    trained model that comes with the repository."""
     served_name: str | None = None
     """Name that clients ask for; default: the name of the directory."""
     host: str = "127.0.0.1"

@@ -61,18 +61,20 @@ def _card(run: Path, name: str, params: Params, args: dict[str, Any], tokens: in
     right = last[0]["right"] if last else {}
     rows = "\n".join(f"| {kind} | {value:.3f} |" for kind, value in right.items())
     millions = sum(value.size for value in params.values()) / 1e6
+    start = f"`{args['init']}`" if args["init"] else "random weights"
     return f"""# {name}
 
 {millions:.2f} million parameters, bfloat16 (decay parameters and sigmoid router float32), trained
-from nothing by `scripts/train_demo.py` with this project's own models and ops.
+by `scripts/train_demo.py` with this project's own models and ops, from {start}.
 
 - Command: `python scripts/train_demo.py {name} --novels {Path(args["novels"]).name} --out RUN
   --steps {args["steps"]} --batch-tokens {args["batch_tokens"]} --batch-rows {args["batch_rows"]}
   --peak-rate {args["peak_rate"]} --seed {args["seed"]}`
-- Data: {tokens / 1e6:,.0f} million tokens, padding included. Generated retrieval, tracking, counting and
-  question tasks in RULER's templates, with words, numbers, UUIDs and names of the training pools
-  only (`dasc_jax/evals/pools.py`), and five of Jane Austen's novels (public domain, from Debian's
-  r-cran-janeaustenr). The sixth, Northanger Abbey, is the haystack of the evaluations.
+- Data: {tokens / 1e6:,.0f} million tokens, padding included: generated retrieval, tracking,
+  counting and question tasks in RULER's templates, with words, numbers, UUIDs and names of the
+  training pools only (`dasc_jax/evals/pools.py`), and five of Jane Austen's novels (public domain,
+  from Debian's r-cran-janeaustenr). The sixth, Northanger Abbey, is the haystack of the
+  evaluations.
 - Context: rows of 512 to 4,096 tokens.
 - Log: `train.jsonl`, one object every {args["log_steps"]} steps.
 

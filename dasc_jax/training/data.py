@@ -108,7 +108,7 @@ class Rows:
     def _row(self, rng: Random, length: int) -> tuple[int, list[tuple[list[int], bool]]]:
         """Kind, and token runs in order, each with whether it is an answer."""
         while True:
-            kind = rng.choices(KINDS, MIXTURE.values())[0]
+            kind = rng.choices(KINDS, list(MIXTURE.values()))[0]
             number = KINDS.index(kind)
             if kind == PLAIN_TEXT:
                 return number, [(self._plain(rng, length), False)]

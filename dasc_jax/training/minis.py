@@ -35,7 +35,7 @@ def mini_config(name: str) -> ModelConfig:
         hidden_size=256,
         num_layers=len(HYBRID),
         layer_kinds=HYBRID,
-        ffn_kinds=("dense", *["moe"] * (len(HYBRID) - 1)),
+        ffn_kinds=("dense", "moe", "moe", "moe", "moe", "moe", "moe", "moe"),
         norm_eps=1e-5,
         zero_centred_norm=False,
         dense_intermediate=512,

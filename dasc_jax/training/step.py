@@ -13,6 +13,7 @@ from dasc_jax.config import ModelConfig
 from dasc_jax.models import Params, abstract_params, functions
 from dasc_jax.training.attention import causal_attention
 from dasc_jax.training.data import Batch
+from dasc_jax.types import AnyArray
 
 TEXT_WEIGHT = 0.25
 """Of the mean loss of text that is no answer, beside the mean loss of answers."""
@@ -71,7 +72,7 @@ def make_step(config: ModelConfig, transform: optax.GradientTransformation, dtyp
 
     def loss(params: Params, batch: Batch):
         cast = {name: value.astype(specs[name].dtype) for name, value in params.items()}
-        out = train(cast, batch.tokens, causal_attention)
+        out = train(cast, jnp.asarray(batch.tokens), causal_attention)
         answer, text, right = _losses(out.logits, batch)
         balance = jnp.mean(out.balance)
         total = answer + TEXT_WEIGHT * text + BALANCE_WEIGHT * balance
@@ -102,7 +103,7 @@ def _losses(
     return _mean(loss, weight), _mean(loss, text), right.astype(jnp.float32)
 
 
-def _mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+def _mean(values: jax.Array, weights: AnyArray) -> jax.Array:
     return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
 
 

@@ -32,6 +32,7 @@ from dasc_jax.training.loader import batches
 from dasc_jax.training.minis import MINIS, VOCABULARY, initial_params, mini_config
 from dasc_jax.training.novels import HELD_OUT, read_novels
 from dasc_jax.training.step import Report, TrainState, learning_rate, make_step, optimizer
+from dasc_jax.weights import load_params
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Args:
     """Rdata.rdb of Debian's package r-cran-janeaustenr (see dasc_jax/training/novels.py)."""
     out: Path
     """Run directory. If it holds a training state, the run goes on from there."""
-    steps: int = 4000
+    init: Path | None = None
+    """Published checkpoint of the same mini to start from, instead of random weights."""
+    steps: int = 6000
     """Optimiser steps of the whole run; fixes the schedules of learning rate and row length."""
     batch_tokens: int = 131072
     """Most tokens a step, padding included."""
@@ -92,7 +95,11 @@ def run(args: Args, config: ModelConfig, plan: Plan) -> TrainState:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     transform = optimizer()
-    params = initial_params(config, args.seed)
+    params = (
+        load_params(args.init, config, "float32")
+        if args.init
+        else initial_params(config, args.seed)
+    )
     fresh = TrainState(params, transform.init(params), jnp.zeros((), jnp.int32))
     state = _restored(args.out, jax.device_put(fresh, everywhere))
     steps = _Steps(config, transform, plan, mesh, state)
@@ -141,11 +148,10 @@ class _Steps:
         }
 
     def _compile(self, step: Any, state: TrainState, rows: int, length: int) -> Any:
-        wide = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=self._rows)
-        thin = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._rows)
-        weight = jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=self._rows)
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        return step.lower(state, Batch(wide, thin, weight, thin), rate).compile()
+        wide, thin = (rows, length), (rows,)
+        kinds = ((wide, jnp.int32), (thin, jnp.int32), (wide, jnp.float32), (thin, jnp.int32))
+        batch: Any = [jax.ShapeDtypeStruct(*kind, sharding=self._rows) for kind in kinds]
+        return step.lower(state, Batch(*batch), jax.ShapeDtypeStruct((), jnp.float32)).compile()
 
     def __call__(self, state: TrainState, batch: Batch, rate: float) -> tuple[TrainState, Report]:
         compiled = self._compiled[batch.tokens.shape].result()
@@ -213,5 +219,3 @@ def _save(out: Path, state: TrainState) -> None:
     for number, old in list(_states(out)):
         if number < int(state.step):
             shutil.rmtree(old)
-
-
