@@ -42,7 +42,9 @@ def prefill(
     def step(state, tokens):
         return jax.lax.scan(token_step, state, tokens)
 
-    return walk(lambda tokens: tokens, step, (q, k, v, g, beta), initial, table, keep, num_boundaries)
+    return walk(
+        lambda tokens: tokens, step, (q, k, v, g, beta), initial, table, keep, num_boundaries
+    )
 
 
 def decode(
