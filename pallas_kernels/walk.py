@@ -66,7 +66,7 @@ def walk[Local](
     o_zero = jnp.broadcast_to(zero[None, :, 0], (CHUNK, *inputs[2].shape[1:]))
     tokens = inputs[0].shape[0]
     row, length = chunks.row[:, None], chunks.length[:, None]
-    index = chunks.token[:, None] - row + rows
+    index = jnp.asarray(chunks.token[:, None] - row + rows)
     real = (rows >= row) & (rows < row + length)
 
     def gathered(real: jax.Array, index: jax.Array) -> Local:

@@ -127,9 +127,9 @@ def test_convert_of_a_damaged_checkpoint_fails_and_writes_nothing(released, tmp_
 
 
 def big_checkpoint(path: Path, source: Path) -> int:
-    """A random bfloat16 Kimi-like checkpoint of about 190 MB; its largest tensor has 32 MiB."""
+    """A random bfloat16 Kimi-like checkpoint of about 260 MB; its largest tensor has 64 MiB."""
     values = json.loads((source / "config.json").read_text())
-    values |= {"hidden_size": 512, "vocab_size": 32768, "intermediate_size": 1024}
+    values |= {"hidden_size": 512, "vocab_size": 65536, "intermediate_size": 1024}
     values |= {"num_experts": 32, "moe_intermediate_size": 256, "dtype": "bfloat16"}
     config = ModelConfig.from_dict(values)
     rng = np.random.default_rng(0)
@@ -184,7 +184,7 @@ def measured_growth(small: Path, big: Path, target: Path, what: str) -> tuple[in
 
 def test_loading_needs_the_model_and_one_and_a_half_tensors_of_memory(golden_dir, tmp_path):
     """Released: counted in tensors of the file. Native: in parameters, the largest of which is the
-    embedding (32 MiB) here, though an expert stack in the released models."""
+    embedding (64 MiB) here, though an expert stack in the released models."""
     largest = big_checkpoint(tmp_path, golden_dir / FAMILIES[0])
     small, native = golden_dir / FAMILIES[0], tmp_path / "native"
     growth, model = measured_growth(small, tmp_path, native, "load")

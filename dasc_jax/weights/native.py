@@ -107,8 +107,11 @@ def _return_freed_memory() -> None:
 
 
 def _groups(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
-    """Largest first, then groups of at most a sixteenth of the largest parameter: what Orbax holds
-    beside the finished arrays while it reads is a few times its group."""
+    """Largest first, then groups of at most a sixteenth of the largest parameter.
+
+    Beside the finished arrays, Orbax holds its group once more while it reads, and TensorStore the
+    chunks in flight: at most the group again, and at most 128 of them.
+    """
     sizes = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
     budget = max(sizes.values()) // 16
     group: list[str] = []
