@@ -35,7 +35,7 @@ def device(family: str, scale: int) -> Device:
         max_context=128,
         max_running=128 * scale,
         prefill_tokens=128,
-        pages=1024 * scale,
+        pages=2048 * scale,
     )
     plan = make_plan(retention_horizons(model), sizes.w_max)
     return Device(model, sizes, plan, SLOTS * scale)

@@ -90,7 +90,8 @@ def test_rows_weigh_their_answers_and_nothing_behind_their_end(corpus, length):
         assert not answer[position >= end].any()
         assert (tokens[position >= end] == bpe.END_OF_TEXT).all()
         weights = answer[answer > 0]
-        assert not weights.size or np.allclose(weights, len(weights) ** -0.5)
+        # A row that was cut has lost some of the tokens that its weights were made for.
+        assert not weights.size or (np.ptp(weights) == 0 < weights[0] <= 1.001 * weights.size**-0.5)
     assert (batch.answer > 0).any()
 
 
