@@ -4,6 +4,7 @@ import sys
 import zipfile
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from dasc_jax.evals.ruler import (
     score,
     write_jsonl,
 )
-from dasc_jax.tokenizer import load_tokenizer
+from dasc_jax.tokenizer import load_tokenizer, write_byte_tokenizer
 from tests.small_bpe import small_bpe, small_essays
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,11 @@ COARSE = {"niah_multikey_2", "niah_multikey_3"}
 
 @cache
 def tokenizer(kind: str):
-    return small_bpe() if kind == "bpe" else load_tokenizer(ROOT / "checkpoints" / "demo")
+    if kind == "bpe":
+        return small_bpe()
+    with TemporaryDirectory() as directory:
+        write_byte_tokenizer(directory)
+        return load_tokenizer(directory)
 
 
 @cache
@@ -109,7 +114,8 @@ made = Generator(load_tokenizer(sys.argv[1]), seed=3, essays=open(sys.argv[2]).r
 write_jsonl(sys.argv[3], [made.instance(task, 2560, 7) for task in reversed(TASKS)])
 """
     (tmp_path / "essays").write_text(small_essays())
-    arguments = [ROOT / "checkpoints" / "demo", tmp_path / "essays", tmp_path / "made"]
+    write_byte_tokenizer(tmp_path)
+    arguments = [tmp_path, tmp_path / "essays", tmp_path / "made"]
     subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         check=True,
