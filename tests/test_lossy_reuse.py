@@ -32,7 +32,7 @@ def has_both_kinds(plan):
 
 
 @pytest.mark.parametrize("policy", ["nr", "wr"])
-@pytest.mark.parametrize("w_max", [4, 64, 200])
+@pytest.mark.parametrize("w_max", [pytest.param(4, marks=pytest.mark.slow), 64, 200])
 @pytest.mark.parametrize("depth", [64, 128])
 def test_a_hit_equals_the_same_passes_by_hand(name, policy, w_max, depth):
     """At 64 the windows of 128 and 200 tokens are clipped to what there is."""
