@@ -163,6 +163,12 @@ def write_byte_tokenizer(path: str | Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in BYTE_SPECIALS])
+    save_tokenizer(tokenizer, path)
+
+
+def save_tokenizer(tokenizer: Any, path: str | Path) -> None:
+    """Writes a `tokenizers.Tokenizer` that has `BYTE_SPECIALS` as `tokenizer.json` and
+    `tokenizer_config.json` into a directory. Chat format: ChatML."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dasc_jax as dj
 from dasc_jax.evals.pools import split_of
 from dasc_jax.evals.ruler import TASKS, Generator
-from dasc_jax.tokenizer import load_tokenizer
+from dasc_jax.tokenizer import load_tokenizer, save_tokenizer
 from dasc_jax.training import bpe, card, data, novels, train
 from dasc_jax.training.loader import batches
 from dasc_jax.training.minis import MINIS, VOCABULARY, initial_params, mini_config
@@ -48,7 +48,7 @@ def corpus(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     essays = "\n".join(NOVEL)
     texts = bpe.training_texts(essays, seed=0, prompts=1)
-    bpe.save_tokenizer(bpe.train_bpe(texts, 600), directory)
+    save_tokenizer(bpe.train_bpe(texts, 600), directory)
     return data.Corpus(str(directory / "tokenizer.json"), essays)
 
 

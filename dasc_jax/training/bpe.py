@@ -1,16 +1,14 @@
 """A small byte-level BPE tokenizer whose digits stand alone, as `load_tokenizer` reads it."""
 
-import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dasc_jax.evals.ruler import TASKS, Generator, expected_answer
-from dasc_jax.tokenizer import CHATML
+from dasc_jax.tokenizer import BYTE_SPECIALS
 
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-END_OF_TEXT, START_OF_TURN, END_OF_TURN = range(len(SPECIALS))
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = range(len(BYTE_SPECIALS))
+"""Ids of the specials: they come first in the vocabulary."""
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -25,7 +23,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=list(SPECIALS),
+        special_tokens=list(BYTE_SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -48,19 +46,3 @@ def training_texts(essays: str, seed: int, prompts: int = 40) -> Iterator[str]:
         for index in range(prompts):
             instance = generator.instance(task, 1024, index)
             yield instance.prompt + expected_answer(instance)
-
-
-def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`, with a ChatML template."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": SPECIALS[END_OF_TURN],
-        "pad_token": SPECIALS[END_OF_TEXT],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

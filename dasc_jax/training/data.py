@@ -59,9 +59,9 @@ SCHEDULE = (
 """Short rows first: retrieval is learned once, on cheap steps, then stretched."""
 
 
-def row_length(seed: int, step: int, steps: int, schedule: tuple[Phase, ...] = SCHEDULE) -> int:
+def row_length(seed: int, step: int, steps: int) -> int:
     """Tokens of the rows of a step."""
-    phase = next(phase for phase in schedule if step < phase.until * steps or phase.until == 1)
+    phase = next(phase for phase in SCHEDULE if step < phase.until * steps or phase.until == 1)
     return Random(f"{seed}/{step}/length").choice(phase.lengths)
 
 

@@ -25,8 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import Progress, TextColumn
 
 from dasc_jax.config import ModelConfig
+from dasc_jax.tokenizer import save_tokenizer
 from dasc_jax.training import card
-from dasc_jax.training.bpe import save_tokenizer, train_bpe, training_texts
+from dasc_jax.training.bpe import train_bpe, training_texts
 from dasc_jax.training.data import KINDS, Batch, Corpus, Plan
 from dasc_jax.training.loader import batches
 from dasc_jax.training.minis import MINIS, VOCABULARY, initial_params, mini_config
