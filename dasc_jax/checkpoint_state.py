@@ -10,13 +10,13 @@ Slot 0 of a pool is the padding sink: writes to it are dropped, so it always loa
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from dasc_jax.config import ModelConfig
 from dasc_jax.plan import SelectionPlan
 from dasc_jax.types import RecurrentState
+from pallas_kernels import packing, ragged_pack, ragged_unpack
 
 Policy = Literal["dense", "nr", "wr"]
 """How a hit treats local units: there are none (`dense`), zeros (`nr`), or replayed (`wr`)."""
@@ -55,23 +55,6 @@ class CheckpointMeta(NamedTuple):
     lineage: int
 
 
-def quantize(rows: Float32[Array, "*R V"]) -> tuple[Shaped[Array, "*R V"], Float32[Array, "*R"]]:
-    """Symmetric int8 with one scale per row (Eq. 10), in float32 with round half to even.
-
-    s = max(max |row|, 1e-8) / 127;  q = clip(round(row / s), -127, 127).
-    """
-    scales = _quotient(jnp.maximum(jnp.abs(rows).max(axis=-1), 1e-8), jnp.float32(127))
-    q = jnp.clip(jnp.round(_quotient(rows, scales[..., None])), -127, 127)
-    return q.astype(jnp.int8), scales
-
-
-def dequantize(
-    rows: Shaped[Array, "*R V"], scales: Float32[Array, "*R"] | None
-) -> Float32[Array, "*R V"]:
-    """q s in float32; rows without scales are float32 already."""
-    return rows if scales is None else rows.astype(jnp.float32) * scales[..., None]
-
-
 def pack(
     plan: SelectionPlan, state: RecurrentState, *, quantization: Literal["int8"] | None = None
 ) -> Packed:
@@ -81,15 +64,11 @@ def pack(
     """
     layers, batch, heads, key_dim, value_dim = state.temporal.shape
     _check_state(plan, layers, heads, key_dim)
-    units = plan.units // layers
-    flat = state.temporal.reshape(layers * batch * units, *_row_shape(plan, key_dim, value_dim))
-    layer, unit = divmod(plan.index, units)
-    rows = flat.at[(layer * batch + jnp.arange(batch)[:, None]) * units + unit].get(
-        mode="promise_in_bounds"
-    )
+    unit = _row_shape(plan, key_dim, value_dim)
+    rows = packing.take(state.temporal, jnp.asarray(plan.index), jnp.arange(batch), unit)
     scales = None
     if quantization == "int8":
-        rows, scales = quantize(rows)
+        rows, scales = packing.quantize(rows)
     return Packed(rows, scales, jnp.swapaxes(state.conv, 0, 1))
 
 
@@ -136,14 +115,14 @@ def store(
 
     Slots other than 0 must be distinct and below the pool's size; others are dropped.
     """
-    quantization = None if pool.scales is None else "int8"
-    packed = pack(plan, RecurrentState(temporal, conv), quantization=quantization)
-    rows = jnp.where(slots == 0, pool.rows.shape[0], slots)
-
-    def write(into: Array, values: Array) -> Array:
-        return into.at[rows].set(values.astype(into.dtype), mode="drop", unique_indices=False)
-
-    return jax.tree.map(write, pool, packed)
+    layers, states, heads, key_dim, _ = temporal.shape
+    _check_state(plan, layers, heads, key_dim)
+    rows, scales = ragged_pack(
+        pool.rows, pool.scales, temporal, jnp.asarray(plan.index), slots, jnp.arange(states)
+    )
+    into = jnp.where(slots == 0, pool.conv.shape[0], slots)
+    windows = jnp.swapaxes(conv, 0, 1).astype(pool.conv.dtype)
+    return Packed(rows, scales, pool.conv.at[into].set(windows, mode="drop"))
 
 
 def load(
@@ -153,23 +132,33 @@ def load(
 
     This is `nr`, and `dense` for a plan that drops nothing; `wr` then overwrites the local units.
     """
-    layers, batch = plan.layers, slots.shape[0]
     row_shape = pool.rows.shape[2:]
     heads, key_dim = plan.unit_shape if plan.kind == "kda" else (*plan.unit_shape, row_shape[0])
-    shape = (layers, batch, heads, key_dim, row_shape[-1])
+    shape = (plan.layers, slots.shape[0], heads, key_dim, row_shape[-1])
     conv = jnp.swapaxes(pool.conv[slots], 0, 1)
     if not plan.total:
         return jnp.zeros(shape, jnp.float32), conv
-    inverse = plan.inverse.reshape(layers, 1, -1)
-    outside = pool.rows.shape[0] * plan.total
-    index = jnp.where(inverse < 0, outside, slots[:, None] * plan.total + inverse)
+    inverse = jnp.asarray(plan.inverse)
+    units = packing.spread(pool.rows, pool.scales, inverse, slots, plan.layers)
+    return units.reshape(shape), conv
 
-    def spread(packed: Array) -> Array:
-        flat = packed.reshape(outside, *packed.shape[2:])
-        return flat.at[index].get(mode="fill", fill_value=0)
 
-    scales = None if pool.scales is None else spread(pool.scales)
-    return dequantize(spread(pool.rows), scales).reshape(shape), conv
+def restore(
+    plan: SelectionPlan,
+    state: RecurrentState,
+    pool: CheckpointPool,
+    checkpoints: Int[Array, "M"],
+    slots: Int[Array, "M"],
+) -> RecurrentState:
+    """What `load` gives of M checkpoints, written to active slots of `state` (donate it).
+
+    Pairs of checkpoint 0 and slot 0 are padding; the other slots are distinct.
+    """
+    temporal = ragged_unpack(
+        state.temporal, pool.rows, pool.scales, jnp.asarray(plan.inverse), checkpoints, slots
+    )
+    windows = jnp.swapaxes(pool.conv[checkpoints], 0, 1).astype(state.conv.dtype)
+    return RecurrentState(temporal, state.conv.at[:, slots].set(windows))
 
 
 def verify(
@@ -219,13 +208,6 @@ def units(plan: SelectionPlan, policy: Policy) -> tuple[int, int, int]:
         case "wr":
             return plan.total, 0, local
     raise ValueError(f"policy {policy!r}: expected 'dense', 'nr' or 'wr'")
-
-
-def _quotient(x: Array, y: Array) -> Array:
-    # XLA turns x / broadcast(y) into x * broadcast(1 / y), which rounds twice. A divisor chosen by
-    # x looks unlike a broadcast, costs nothing once fused, and is y wherever the quotient is a
-    # number.
-    return x / jnp.where(x == x, y, jnp.float32(1))
 
 
 def _row_shape(plan: SelectionPlan, key_dim: int, value_dim: int) -> tuple[int, ...]:

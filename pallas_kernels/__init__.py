@@ -18,8 +18,21 @@ from pallas_kernels.chunks import (
 )
 from pallas_kernels.conv import conv_windows, short_conv_step, whole_conv
 from pallas_kernels.dispatch import IMPLEMENTATIONS
-from pallas_kernels.gates import gdn_gate, kda_gate, l2norm
-from pallas_kernels.ops import delta_decode, delta_prefill, delta_train, grouped_matmul, short_conv
+from pallas_kernels.gates import gdn_gate, gdn_output, kda_gate, kda_output, l2norm
+from pallas_kernels.ops import (
+    delta_decode,
+    delta_prefill,
+    delta_step,
+    delta_train,
+    grouped_matmul,
+    grouped_swiglu,
+    paged_attention_decode,
+    paged_attention_prefill,
+    ragged_pack,
+    ragged_unpack,
+    short_conv,
+)
+from pallas_kernels.paged_attention import PagedRows
 from pallas_kernels.walk import DeltaOut
 
 __all__ = [
@@ -30,16 +43,25 @@ __all__ = [
     "ZERO",
     "ChunkTable",
     "DeltaOut",
+    "PagedRows",
     "chunk_count",
     "chunk_table",
     "conv_windows",
     "delta_decode",
     "delta_prefill",
+    "delta_step",
     "delta_train",
     "gdn_gate",
+    "gdn_output",
     "grouped_matmul",
+    "grouped_swiglu",
     "kda_gate",
+    "kda_output",
     "l2norm",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "ragged_pack",
+    "ragged_unpack",
     "short_conv",
     "short_conv_step",
     "whole_conv",

@@ -3,7 +3,7 @@
 With G the cumulative log decay inside a chunk (Kimi Linear section 3, Gated DeltaNet section 3.3):
 
     A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (j < i);    P_ij likewise with q_i  (j <= i)
-    U = (I + A)^-1 (beta (V - (k exp G) S));    O = (q exp G) S + P U
+    U = (I + A)^-1 beta V - ((I + A)^-1 beta (k exp G)) S;    O = (q exp G) S + P U
     S <- diag(exp G_last) S + (k exp(G_last - G))^T U
 
 exp(-G) overflows and G_i - G_j cancels, so neither is formed: every exponent is summed afresh from
@@ -67,19 +67,17 @@ def decode(
 class Within(NamedTuple):
     """What 64 tokens are to each other and to the chunk's ends, per head; no state is in it.
 
-    attend, erase `[H, 64, 64]`: P, and beta times the pairs of A; q_start, k_start, k_end
-    `[H, 64, K]`: q and k decayed from the chunk's start, k to its end; decay `[H, K or 1]`: over
-    the whole chunk; v `[H, 64, V]`, beta `[H, 64, 1]`.
+    attend `[H, 64, 64]`: P; fresh `[H, 64, V]` and known `[H, 64, K]`: U = fresh - known S; q_start,
+    k_end `[H, 64, K]`: q decayed from the chunk's start, k to its end; decay `[H, K or 1]`: over the
+    whole chunk.
     """
 
     attend: jax.Array
-    erase: jax.Array
+    fresh: jax.Array
+    known: jax.Array
     q_start: jax.Array
-    k_start: jax.Array
     k_end: jax.Array
     decay: jax.Array
-    v: jax.Array
-    beta: jax.Array
 
 
 def _within(tokens: Tokens) -> Within:
@@ -94,14 +92,16 @@ def _within(tokens: Tokens) -> Within:
     rows = np.arange(CHUNK)
     from_start = jnp.exp(_einsum("im,hmk->hik", _indicator(rows[:, None] >= rows), g))
     to_end = jnp.exp(_einsum("jm,hmk->hjk", _indicator(rows[:, None] < rows), g))
-    q_start, k_start = q * from_start, k * from_start
-    return Within(attend, beta * erase, q_start, k_start, k * to_end, from_start[:, -1], v, beta)
+    # Solved here, for all chunks side by side: in the walk it would be a solve a chunk.
+    given = jnp.concatenate([beta * v, beta * from_start * k], axis=-1)
+    u = jax.scipy.linalg.solve_triangular(beta * erase, given, lower=True, unit_diagonal=True)
+    fresh, known = jnp.split(u, [v.shape[-1]], axis=-1)
+    return Within(attend, fresh, known, q * from_start, k * to_end, from_start[:, -1])
 
 
 def _chunk(state: jax.Array, c: Within) -> tuple[jax.Array, jax.Array]:
     """64 tokens of all heads: state `[H, K, V]` -> (state, o `[64, H, V]`)."""
-    u = c.beta * (c.v - _einsum("hik,hkv->hiv", c.k_start, state))
-    u = jax.scipy.linalg.solve_triangular(c.erase, u, lower=True, unit_diagonal=True)
+    u = c.fresh - _einsum("hik,hkv->hiv", c.known, state)
     o = _einsum("hik,hkv->hiv", c.q_start, state) + _einsum("hij,hjv->hiv", c.attend, u)
     state = c.decay[..., None] * state + _einsum("hjk,hjv->hkv", c.k_end, u)
     return state, jnp.swapaxes(o, 0, 1)

@@ -1,4 +1,4 @@
-"""Gates and normalisation of the delta rule, in float32."""
+"""Gates and norms around the delta rule, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,29 @@ def gdn_gate(
 ) -> Float32[Array, "*rows H"]:
     """Log decay of every head: -exp(A_log) softplus(raw + dt_bias) <= 0 (Gated DeltaNet)."""
     return _log_decay(raw, A_log, dt_bias)
+
+
+def kda_output(
+    o: Float[Array, "*rows V"], gate: Float[Array, "*rows V"], weight: Float[Array, "V"], eps: float
+) -> Float[Array, "*rows V"]:
+    """norm(o) weight sigmoid(gate), norm(o) = o / sqrt(mean(o^2) + eps); in o's dtype at the end
+    (KDA)."""
+    gated = _unit_mean_square(o, eps) * weight.astype(jnp.float32)
+    return (gated * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
+
+
+def gdn_output(
+    o: Float[Array, "*rows V"], gate: Float[Array, "*rows V"], weight: Float[Array, "V"], eps: float
+) -> Float[Array, "*rows V"]:
+    """norm(o) weight silu(gate), see `kda_output`; in o's dtype behind the norm, behind the weight
+    and at the end (Gated DeltaNet as Qwen3-Next computes it)."""
+    scaled = weight.astype(o.dtype) * _unit_mean_square(o, eps).astype(o.dtype)
+    return (scaled.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(o.dtype)
+
+
+def _unit_mean_square(x: jax.Array, eps: float) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def _log_decay(raw: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> jax.Array:

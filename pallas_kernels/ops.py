@@ -1,13 +1,32 @@
 """The ops that have several implementations: for each, one typed signature and one list of them."""
 
-import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+import importlib
 
-from pallas_kernels import chunked, conv, parallel, reference
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from pallas_kernels import chunked, composed, conv, packing, paged_attention, parallel, reference
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.dispatch import Implementation, Op, anything
+from pallas_kernels.paged_attention import PagedRows
 from pallas_kernels.walk import DeltaOut
+
+
+def _mosaic(module: str, refuses: str, run: str) -> Implementation:
+    """A kernel of `pallas_kernels.mgpu`, which is imported only where a GPU could run it."""
+
+    def named(name: str):
+        return getattr(importlib.import_module(f"pallas_kernels.mgpu.{module}"), name)
+
+    def refused(*args: object) -> str | None:
+        if jax.default_backend() != "gpu":
+            return f"needs an NVIDIA Hopper GPU; JAX runs on {jax.default_backend()}"
+        return named(refuses)(*args)
+
+    return Implementation("mosaic", refused, lambda *args: named(run)(*args))
+
 
 _DELTA_PREFILL = Op(
     "delta_prefill",
@@ -19,8 +38,17 @@ _DELTA_PREFILL = Op(
 _DELTA_DECODE = Op(
     "delta_decode",
     (
+        _mosaic("delta_decode", "refuses_decode", "decode"),
         Implementation("xla", anything, chunked.decode),
         Implementation("reference", anything, reference.decode),
+    ),
+)
+_DELTA_STEP = Op(
+    "delta_step",
+    (
+        _mosaic("delta_decode", "refuses_step", "step"),
+        Implementation("xla", anything, composed.xla),
+        Implementation("reference", anything, composed.serial),
     ),
 )
 _SHORT_CONV = Op(
@@ -33,8 +61,49 @@ _SHORT_CONV = Op(
 _GROUPED_MATMUL = Op(
     "grouped_matmul",
     (
+        _mosaic("grouped_matmul", "refuses", "grouped_matmul"),
         Implementation("xla", anything, grouped.grouped_matmul),
         Implementation("reference", anything, reference.grouped_matmul),
+    ),
+)
+_GROUPED_SWIGLU = Op(
+    "grouped_swiglu",
+    (
+        _mosaic("grouped_matmul", "refuses_swiglu", "grouped_swiglu"),
+        Implementation("xla", anything, grouped.grouped_swiglu),
+        Implementation("reference", anything, grouped.serial_swiglu),
+    ),
+)
+_RAGGED_PACK = Op(
+    "ragged_pack",
+    (
+        _mosaic("ragged_pack", "refuses_pack", "pack"),
+        Implementation("xla", anything, packing.pack),
+        Implementation("reference", anything, packing.pack_serial),
+    ),
+)
+_RAGGED_UNPACK = Op(
+    "ragged_unpack",
+    (
+        _mosaic("ragged_pack", "refuses_unpack", "unpack"),
+        Implementation("xla", anything, packing.unpack),
+        Implementation("reference", anything, packing.unpack_serial),
+    ),
+)
+_PAGED_ATTENTION_PREFILL = Op(
+    "paged_attention_prefill",
+    (
+        _mosaic("attention_prefill", "refuses", "prefill"),
+        Implementation("xla", anything, paged_attention.prefill),
+        Implementation("reference", anything, paged_attention.prefill_at_once),
+    ),
+)
+_PAGED_ATTENTION_DECODE = Op(
+    "paged_attention_decode",
+    (
+        _mosaic("attention_decode", "refuses", "decode"),
+        Implementation("xla", anything, paged_attention.decode),
+        Implementation("reference", anything, paged_attention.decode_at_once),
     ),
 )
 
@@ -116,6 +185,42 @@ def delta_decode(
     return _DELTA_DECODE(impl, q, k, v, g, beta, pool, slots, layer)
 
 
+def delta_step(
+    qkv: Float[Array, "B C"],
+    raw: Float[Array, "B H K"] | Float[Array, "B H"],
+    beta: Float[Array, "B H"],
+    A_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"] | Float[Array, "H"],
+    gate: Float[Array, "B H V"],
+    weight: Float[Array, "V"],
+    pool: Float32[Array, "L S H K V"],
+    slots: Int32[Array, "B"],
+    *,
+    layer: int,
+    eps: float,
+    impl: str = "auto",
+) -> tuple[Float32[Array, "L S H K V"], Float[Array, "B H V"]]:
+    """All of a recurrent layer between its projections and short convolution: (pool, y).
+
+    `delta_decode` of q | k | v `[B, 2 Hk K + H V]` with g = kda_gate(raw, A_log, dt_bias), or
+    gdn_gate where raw is one a head, and beta = sigmoid(beta); its o, rounded to qkv's dtype,
+    through kda_output or gdn_output with `gate`, `weight` and `eps`. y has qkv's dtype and is zero
+    for padding.
+
+    Raises:
+        ValueError: unknown `impl`, or channels that are no q | k | v.
+        RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
+    """
+    heads, key_dim, value_dim = pool.shape[2:]
+    keys, rest = divmod(qkv.shape[1] - heads * value_dim, 2 * key_dim)
+    if rest or keys < 1 or heads % keys:
+        raise ValueError(
+            f"{qkv.shape[1]} channels are no q | k | v of {heads} value heads of {value_dim} and "
+            f"key heads of {key_dim} among which they divide"
+        )
+    return _DELTA_STEP(impl, qkv, raw, beta, A_log, dt_bias, gate, weight, pool, slots, layer, eps)
+
+
 def short_conv(
     u: Float[Array, "T C"],
     weight: Float[Array, "C 4"],
@@ -143,6 +248,136 @@ def grouped_matmul(
     Accumulated in float32, returned in x's dtype.
     """
     return _GROUPED_MATMUL(impl, x, w, group_sizes)
+
+
+def grouped_swiglu(
+    x: Float[Array, "M K"],
+    w: Float[Array, "G K N"],
+    group_sizes: Int32[Array, "G"],
+    *,
+    impl: str = "auto",
+) -> Float[Array, "M N//2"]:
+    """silu(x @ gate) * (x @ up) with gate | up = w[group of the row]; rows as in `grouped_matmul`.
+
+    The kernel rounds once, at the end; the other forms also round both products to x's dtype.
+
+    Raises:
+        ValueError: unknown `impl`, or an odd number of columns.
+    """
+    if w.shape[2] % 2:
+        raise ValueError(f"{w.shape[2]} columns are no two halves")
+    return _GROUPED_SWIGLU(impl, x, w, group_sizes)
+
+
+def ragged_pack(
+    rows: Shaped[Array, "S R *K V"],
+    scales: Float32[Array, "S R *K"] | None,
+    temporal: Float32[Array, "L N H K V"],
+    index: Int32[Array, "R"],
+    slots: Int32[Array, "M"],
+    sources: Int32[Array, "M"],
+    *,
+    impl: str = "auto",
+) -> tuple[Shaped[Array, "S R *K V"], Float32[Array, "S R *K"] | None]:
+    """Store units `index` of state `temporal[:, sources[m]]` as checkpoint `slots[m]` of a pool.
+
+    A unit is a row of V (`rows` [S, R, V], KDA) or a block [K, V] (`rows` [S, R, K, V], GDN);
+    `index` numbers those of all layers, layer-major. `rows` is float32, or int8 with one float32 of
+    `scales` a row of V (Eq. 10 of the DASC paper; `packing.quantize`). Slot 0 is the sink: what
+    goes there, or to a slot outside the pool, is dropped. The others are distinct. Donate the pool
+    (`rows` and `scales`), and it is updated in place.
+
+    Raises:
+        ValueError: unknown `impl`, or arrays that do not belong together.
+        RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
+    """
+    _check_packing(rows, scales, temporal)
+    if index.shape[0] != rows.shape[1]:
+        raise ValueError(f"{index.shape[0]} units for checkpoints of {rows.shape[1]}")
+    return _RAGGED_PACK(impl, rows, scales, temporal, index, slots, sources)
+
+
+def ragged_unpack(
+    temporal: Float32[Array, "L N H K V"],
+    rows: Shaped[Array, "S R *K V"],
+    scales: Float32[Array, "S R *K"] | None,
+    inverse: Int32[Array, "U"],
+    slots: Int32[Array, "M"],
+    targets: Int32[Array, "M"],
+    *,
+    impl: str = "auto",
+) -> Float32[Array, "L N H K V"]:
+    """Load checkpoint `slots[m]` of a pool (see `ragged_pack`) into `temporal[:, targets[m]]`.
+
+    Unit u of a state, of those of all layers, becomes row `inverse[u]` of the checkpoint, exact
+    zeros where that is -1; zeros everywhere if the slot is 0 or outside the pool. A pair of slot 0
+    and target 0 is padding and changes nothing, nor does a target outside `temporal`. The other
+    targets are distinct. Donate `temporal`, and it is updated in place.
+
+    Raises:
+        ValueError: unknown `impl`, or arrays that do not belong together.
+        RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
+    """
+    _check_packing(rows, scales, temporal)
+    layers, _, heads, key, _ = temporal.shape
+    units = layers * heads * (key if rows.ndim == 3 else 1)
+    if inverse.shape[0] != units:
+        raise ValueError(f"a table of {inverse.shape[0]} units for states of {units}")
+    return _RAGGED_UNPACK(impl, temporal, rows, scales, inverse, slots, targets)
+
+
+def paged_attention_prefill(
+    q: Float[Array, "T Hq Dk"],
+    cache: PagedRows,
+    page_table: Int32[Array | np.ndarray, "N M"],
+    positions: Int32[Array | np.ndarray, "T"],
+    table: ChunkTable,
+    *,
+    scale: float,
+    impl: str = "auto",
+) -> Float32[Array, "T Hq Dv"]:
+    """Causal attention of packed tokens over the pages of their own segments.
+
+    Token t, at `positions[t]` of its segment, sees the keys up to its own, which must already lie
+    in the pages of row `segment` of the page table; see `paged_attention_decode`. Rows of padding
+    tokens are zeros.
+
+    Raises:
+        ValueError: unknown `impl`.
+        RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
+    """
+    return _PAGED_ATTENTION_PREFILL(impl, q, cache, page_table, positions, table, scale)
+
+
+def paged_attention_decode(
+    q: Float[Array, "B Hq Dk"],
+    cache: PagedRows,
+    page_table: Int32[Array | np.ndarray, "B M"],
+    lengths: Int32[Array | np.ndarray, "B"],
+    *,
+    scale: float,
+    impl: str = "auto",
+) -> Float32[Array, "B Hq Dv"]:
+    """Attention of one query of each request over its first `lengths` keys, its own included.
+
+        o = softmax(scale q k^T) v
+
+    Key j of request b is row `j % 64` of page `page_table[b, j // 64]` of the layer. Query head i
+    uses key head `i // (Hq // Hkv)`. What lies past a request's length, NaN included, reaches no
+    result; a length of 0 gives zeros. A request's bits depend on nothing else in the batch.
+
+    Raises:
+        ValueError: unknown `impl`.
+        RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
+    """
+    return _PAGED_ATTENTION_DECODE(impl, q, cache, page_table, lengths, scale)
+
+
+def _check_packing(rows: jax.Array, scales: jax.Array | None, temporal: jax.Array) -> None:
+    if rows.shape[2:] not in (temporal.shape[4:], temporal.shape[3:]):
+        raise ValueError(f"units {rows.shape[2:]} are neither rows nor blocks of {temporal.shape}")
+    if str(rows.dtype) != ("float32" if scales is None else "int8"):
+        raise ValueError(f"{rows.dtype} rows with{'out' if scales is None else ''} scales")
 
 
 def _check_heads(q: jax.Array, v: jax.Array, g: jax.Array) -> None:

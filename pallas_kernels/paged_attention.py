@@ -7,6 +7,7 @@ neither on the width of the page table nor on what else is in the batch.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from pallas_kernels.chunks import ChunkTable
 
 PAGE = 64
 BLOCK_PAGES = 4
+GROUP_CHUNKS = 32
+"""Chunks of queries that a GPU takes together: one at a time leaves it idle."""
 LOWEST = -1e30
 
 
@@ -89,76 +92,124 @@ def _attend(
     batch, queries, heads, _ = q.shape
     kv_heads, width = math.prod(cache.keys.shape[3:-1]), cache.width
     pages = min(BLOCK_PAGES, page_table.shape[1])
-    blocks = -(-page_table.shape[1] // pages)
-    table = jnp.pad(page_table, ((0, 0), (0, blocks * pages - page_table.shape[1])))
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(
         batch, queries, kv_heads, heads // kv_heads, -1
     )
-    furthest = jnp.max(limit)
 
-    def block(carry: Softmax, index: jax.Array) -> tuple[Softmax, None]:
-        def add(carry: Softmax) -> Softmax:
-            at = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-            position = index * pages * PAGE + jnp.arange(pages * PAGE)
-            shape = (batch, pages * PAGE, kv_heads, -1)
-            keys = cache.keys[cache.layer, at].reshape(shape)
-            values = cache.values[cache.layer, at].reshape(shape)[..., :width]
-            visible = position[None, None, :] < limit[:, :, None]
-            # A sink or freed page may hold anything, NaN included: hidden values must not reach the
-            # product.
-            values = jnp.where(
-                (position[None, :] < jnp.max(limit, axis=1)[:, None])[..., None, None], values, 0
-            )
-            return _add_block(carry, grouped, keys, values, visible)
+    def block(index: jax.Array, carry: Softmax) -> Softmax:
+        at = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
+        position = index * pages * PAGE + jnp.arange(pages * PAGE)
+        shape = (batch, pages * PAGE, kv_heads, -1)
+        keys = cache.keys[cache.layer, at].reshape(shape)
+        values = cache.values[cache.layer, at].reshape(shape)[..., :width]
+        visible = position[None, None, :] < limit[:, :, None]
+        # A sink or freed page may hold anything, NaN included: hidden values must not reach the
+        # product.
+        values = jnp.where(
+            (position[None, :] < jnp.max(limit, axis=1)[:, None])[..., None, None], values, 0
+        )
+        return _add_block(carry, grouped, keys, values, visible)
 
-        return jax.lax.cond(index * pages * PAGE < furthest, add, lambda c: c, carry), None
-
-    empty = _empty(grouped.shape[:-1], width)
-    done, _ = jax.lax.scan(block, empty, jnp.arange(blocks))
+    seen = -(-jnp.max(limit) // (pages * PAGE))
+    done = jax.lax.fori_loop(0, seen, block, _empty(grouped.shape[:-1], width))
     out = done.out / jnp.where(done.total == 0.0, 1.0, done.total)[..., None]
     return out.reshape(batch, queries, heads, width)
 
 
-def paged_attention_prefill(
+def prefill(
     q: Float[Array, "T Hq Dk"],
     cache: PagedRows,
     page_table: Int32[Array | np.ndarray, "N M"],
     positions: Int32[Array | np.ndarray, "T"],
     table: ChunkTable,
-    *,
     scale: float,
 ) -> Float32[Array, "T Hq Dv"]:
-    """Causal attention of packed tokens over their own request's pages, 64 queries at a time.
-
-    The keys of the tokens themselves must already lie in the pages. Rows of padding tokens are
-    zeros.
-    """
-    tokens, heads = q.shape[0], q.shape[1]
+    """`paged_attention_prefill`, 64 queries at a time: see `pallas_kernels.ops`."""
+    tokens = q.shape[0]
     rows = jnp.arange(PAGE)
+    first, row, length = (jnp.asarray(x)[:, None] for x in (table.token, table.row, table.length))
+    index = first - row + rows
+    real = (rows >= row) & (rows < row + length)
+    inside = jnp.clip(index, 0, tokens - 1)
+    limit = jnp.where(real, jnp.asarray(positions)[inside] + 1, 0)
+    segment = jnp.asarray(table.segment)
 
-    def chunk(out: jax.Array, c: jax.Array) -> tuple[jax.Array, None]:
-        def run(out: jax.Array) -> jax.Array:
-            index = table.token[c] + rows - table.row[c]
-            real = (rows >= table.row[c]) & (rows < table.row[c] + table.length[c])
-            inside = jnp.clip(index, 0, tokens - 1)
-            limit = jnp.where(real, positions[inside] + 1, 0)
-            pages = page_table[table.segment[c]][None]
-            o = _attend(q[inside][None], cache, pages, limit[None], scale)[0]
-            return out.at[jnp.where(real, index, tokens)].set(o, mode="drop")
+    def some(out: jax.Array, chunks: jax.Array) -> jax.Array:
+        pages = jnp.asarray(page_table)[segment[chunks]]
+        o = _attend(q[inside[chunks]], cache, pages, limit[chunks], scale)
+        return out.at[jnp.where(real, index, tokens)[chunks]].set(o, mode="drop")
 
-        return jax.lax.cond(table.length[c] > 0, run, lambda o: o, out), None
-
-    empty = jnp.zeros((tokens, heads, cache.width), jnp.float32)
-    return jax.lax.scan(chunk, empty, jnp.arange(table.token.shape[0]))[0]
+    empty = jnp.zeros((tokens, q.shape[1], cache.width), jnp.float32)
+    return jax.lax.platform_dependent(
+        empty,
+        cpu=lambda out: _in_groups(some, out, length.shape[0], 1),
+        default=lambda out: _in_groups(some, out, length.shape[0], GROUP_CHUNKS),
+    )
 
 
-def paged_attention_decode(
+def _in_groups(
+    some: Callable[[jax.Array, jax.Array], jax.Array], out: jax.Array, chunks: int, size: int
+) -> jax.Array:
+    """`some(out, chunk numbers [size])` for all chunks; the last group may repeat some."""
+    size = min(size, chunks)
+    groups = -(-chunks // size)
+    first = jnp.minimum(jnp.arange(groups) * size, chunks - size)
+
+    def group(out: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        return some(out, start + jnp.arange(size)), None
+
+    return jax.lax.scan(group, out, first)[0]
+
+
+def decode(
     q: Float[Array, "B Hq Dk"],
     cache: PagedRows,
     page_table: Int32[Array | np.ndarray, "B M"],
     lengths: Int32[Array | np.ndarray, "B"],
-    *,
     scale: float,
 ) -> Float32[Array, "B Hq Dv"]:
-    """One query of each request over its first `lengths` keys (its own included)."""
+    """`paged_attention_decode`: see `pallas_kernels.ops`."""
     return _attend(q[:, None], cache, page_table, lengths[:, None], scale)[:, 0]
+
+
+def prefill_at_once(
+    q: Float[Array, "T Hq Dk"],
+    cache: PagedRows,
+    page_table: Int32[Array | np.ndarray, "N M"],
+    positions: Int32[Array | np.ndarray, "T"],
+    table: ChunkTable,
+    scale: float,
+) -> Float32[Array, "T Hq Dv"]:
+    """`paged_attention_prefill`, every token a request of its own that decodes."""
+    index = jnp.arange(q.shape[0]) - jnp.asarray(table.token)[:, None]
+    inside = (index >= 0) & (index < jnp.asarray(table.length)[:, None])
+    segment = jnp.asarray(table.segment)[jnp.argmax(inside, axis=0)]
+    lengths = jnp.where(jnp.any(inside, axis=0), jnp.asarray(positions) + 1, 0)
+    return decode_at_once(q, cache, jnp.asarray(page_table)[segment], lengths, scale)
+
+
+def decode_at_once(
+    q: Float[Array, "B Hq Dk"],
+    cache: PagedRows,
+    page_table: Int32[Array | np.ndarray, "B M"],
+    lengths: Int32[Array | np.ndarray, "B"],
+    scale: float,
+) -> Float32[Array, "B Hq Dv"]:
+    """`paged_attention_decode` as it is defined: one softmax over all keys, in float32."""
+    batch, heads, _ = q.shape
+    seen = jnp.arange(page_table.shape[1] * PAGE) < lengths[:, None]
+    keys, values = (
+        jnp.where(
+            seen[..., None, None],
+            pages[cache.layer, page_table].reshape(*seen.shape, -1, pages.shape[-1]),
+            0,
+        ).astype(jnp.float32)
+        for pages in (cache.keys, cache.values)
+    )
+    grouped = q.astype(jnp.float32).reshape(batch, keys.shape[2], -1, q.shape[2])
+    scores = scale * jnp.einsum("bhgd,bjhd->bhgj", grouped, keys, precision="highest")
+    seen = seen[:, None, None, :]
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, LOWEST), axis=-1), 0.0)
+    out = jnp.einsum("bhgj,bjhd->bhgd", weights, values[..., : cache.width], precision="highest")
+    return out.reshape(batch, heads, cache.width)

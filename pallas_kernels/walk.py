@@ -78,9 +78,7 @@ def walk[Local](
         loaded = initial[chunk.segment]
         merged = loaded if keep is None else jnp.where(keep[..., None], loaded, state)
         state = jax.lax.select_n(chunk.start, state, zero, loaded, merged)
-        state, o = jax.lax.cond(
-            chunk.length > 0, lambda state: step(state, made), lambda state: (state, o_zero), state
-        )
+        state, o = _unless_empty(chunk.length, step, state, made, o_zero)
         final = jax.lax.dynamic_update_index_in_dim(final, state, chunk.final, 0)
         boundary = jax.lax.dynamic_update_index_in_dim(boundary, state, chunk.boundary, 0)
         return (state, final, boundary), o
@@ -92,6 +90,26 @@ def walk[Local](
     (_, final, boundary), o = jax.lax.scan(visit, (zero, final, boundary), (per_chunk, made))
     place = jnp.where(real, index, tokens)
     return DeltaOut(_packed(o, place, tokens), final[:-1], boundary[:-1])
+
+
+def _unless_empty[Local](
+    length: jax.Array,
+    step: Callable[[jax.Array, Local], tuple[jax.Array, jax.Array]],
+    state: jax.Array,
+    made: Local,
+    o_zero: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`step(state, made)`, but a chunk of length 0 leaves the state as it is."""
+
+    def skipped(state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond(length > 0, lambda s: step(s, made), lambda s: (s, o_zero), state)
+
+    def selected(state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A GPU waits for its host at every cond, which costs more than an empty chunk does.
+        new, o = step(state, made)
+        return jnp.where(length > 0, new, state), o
+
+    return jax.lax.platform_dependent(state, cpu=skipped, default=selected)
 
 
 def _select(real: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from dasc_jax.checkpoint_state import (
     load,
     pack,
     replay_span,
+    restore,
     store,
     units,
     unpack,
@@ -161,6 +162,25 @@ def test_store_then_load_equals_unpack_of_pack_at_every_slot(kind, pattern, quan
     np.testing.assert_array_equal(bits(temporal[:, found]), bits(want.temporal[:, order]))
     np.testing.assert_array_equal(bits(conv[:, found]), bits(state.conv[:, order]))
     assert not np.asarray(temporal[:, 2]).any() and not np.asarray(conv[:, 2], np.float32).any()
+
+
+@ALL_PLANS
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_restore_writes_what_load_gives_to_active_slots_and_to_no_other(
+    kind, pattern, quantization
+):
+    plan, config = plan_of(kind, pattern), config_of(kind)
+    pool = init_pool(plan, config, 6, quantization=quantization)
+    pool = store(plan, pool, jnp.array([4, 1]), *state_of(2))
+    checkpoints, slots = jnp.array([1, 0, 4, 0]), jnp.array([3, 0, 2, 0])
+    active = state_of(5, seed=1)
+    after = restore(plan, active, pool, checkpoints, slots)
+    temporal, conv = load(plan, pool, checkpoints)
+    written, kept = np.array([3, 2]), np.array([1, 4])
+    np.testing.assert_array_equal(bits(after.temporal[:, written]), bits(temporal[:, [0, 2]]))
+    np.testing.assert_array_equal(bits(after.conv[:, written]), bits(conv[:, [0, 2]]))
+    for new, old in zip(after, active, strict=True):
+        np.testing.assert_array_equal(bits(new[:, kept]), bits(old[:, kept]))
 
 
 @ALL_PLANS

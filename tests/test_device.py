@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dasc_jax.checkpoint_state import quantize
 from dasc_jax.model import forward
+from pallas_kernels.packing import quantize
 from tests.engines import GOLDEN, MODELS, distribution, engine, golden_model, prompt, request, run
 
 pytestmark = pytest.mark.device

@@ -1,6 +1,7 @@
 """The closed set of shapes an engine runs, each compiled ahead from abstract values alone."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -87,13 +88,13 @@ class Executables:
         jobs: dict[tuple[str, Any], Callable[[], Any]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Run every job (a function that lowers and compiles), two at a time."""
+        """Run every job (a function that lowers and compiles), two to eight at a time."""
 
         def timed(job: Callable[[], Any]) -> tuple[Any, float]:
             begun = time.perf_counter()
             return job(), time.perf_counter() - begun
 
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) // 4))) as threads:
             futures = {threads.submit(timed, job): key for key, job in jobs.items()}
             for done, future in enumerate(as_completed(futures), 1):
                 key = futures[future]

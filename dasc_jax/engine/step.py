@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int32
 
-from dasc_jax.checkpoint_state import CheckpointPool, load, store
+from dasc_jax.checkpoint_state import CheckpointPool, load, restore, store
 from dasc_jax.config import ModelConfig
 from dasc_jax.engine.sampling import Sampled, SamplingBatch, Scores, sample, score
 from dasc_jax.models import DecodeBatch, Params, PrefillBatch, State, functions, merge
@@ -94,12 +94,7 @@ def checkpoint_steps(plan: SelectionPlan) -> CheckpointSteps:
         slots: Int32[Array, "M"],
     ) -> State:
         """Unpack checkpoints into active slots: retained units exact, the others zero."""
-        temporal, conv = load(plan, pool, checkpoints)
-        recurrent = RecurrentState(
-            state.recurrent.temporal.at[:, slots].set(temporal),
-            state.recurrent.conv.at[:, slots].set(conv.astype(state.recurrent.conv.dtype)),
-        )
-        return State(recurrent, state.pages)
+        return State(restore(plan, state.recurrent, pool, checkpoints, slots), state.pages)
 
     return CheckpointSteps(store_slots, load_slots)
 

@@ -14,7 +14,7 @@ from dasc_jax.plan import RANDOM_SEEDS
 Part = Literal["cold", "sweep", "random", "tables", "drift"]
 
 # The XLA forms are bound by launches on a GPU: a larger step costs hardly more than a small one.
-GPU = EngineConfig(max_running=256, prefill_tokens=8192, prefill_requests=128)
+GPU = EngineConfig(max_running=256, prefill_tokens=8192, prefill_requests=32)
 CPU = EngineConfig(max_running=16, prefill_tokens=1024, prefill_requests=8)
 
 
@@ -70,7 +70,7 @@ class QualityArgs:
     prefill_tokens: int | None = None
     """Tokens of the largest prefill step; by default 8192, on a CPU 1024."""
     prefill_requests: int | None = None
-    """Requests in one prefill step; by default 128, on a CPU 8."""
+    """Requests in one prefill step; by default 32, on a CPU 8."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; recurrent states are float32 always."""
     seed: int = 0

@@ -15,11 +15,7 @@ from dasc_jax.config import GQAConfig, MLAConfig, ModelConfig
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
 from dasc_jax.models.layers import Linear, RMSNorm, ZeroCentredRMSNorm, rotate
 from dasc_jax.types import PAGE, AnyArray, AttentionPages
-from pallas_kernels.paged_attention import (
-    PagedRows,
-    paged_attention_decode,
-    paged_attention_prefill,
-)
+from pallas_kernels import PagedRows, paged_attention_decode, paged_attention_prefill
 
 Attend = Callable[..., Array]
 

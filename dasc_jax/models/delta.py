@@ -18,19 +18,22 @@ from jaxtyping import Array, Float, Float32
 
 from dasc_jax.config import DeltaConfig
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
-from dasc_jax.models.layers import Linear, normalise
+from dasc_jax.models.layers import Linear
 from dasc_jax.types import RecurrentState
 from pallas_kernels import (
     conv_windows,
-    delta_decode,
     delta_prefill,
+    delta_step,
     delta_train,
     gdn_gate,
+    gdn_output,
     kda_gate,
+    kda_output,
     short_conv,
     short_conv_step,
     whole_conv,
 )
+from pallas_kernels.composed import split_channels
 
 
 class Projection(nnx.Module):
@@ -60,8 +63,11 @@ class Decay(Projection):
         self.dt_bias = nnx.Param(jnp.zeros(self.shape, jnp.float32))
 
     def __call__(self, h: Float[Array, "T D"]) -> Float32[Array, "T *units"]:
-        raw = super().__call__(h).reshape(h.shape[0], *self.shape)
-        return self.gate(raw, self.A_log[...], self.dt_bias[...])
+        return self.gate(self.raw(h), self.A_log[...], self.dt_bias[...])
+
+    def raw(self, h: Float[Array, "T D"]) -> Float[Array, "T *units"]:
+        """What the gate is a function of, beside its weights."""
+        return super().__call__(h).reshape(h.shape[0], *self.shape)
 
 
 class OutputNorm(nnx.Module):
@@ -70,17 +76,12 @@ class OutputNorm(nnx.Module):
     def __init__(self, config: DeltaConfig, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.ones((config.value_dim,), dtype))
         self.eps = config.norm_eps
-        self.kda = config.kind == "kda"
+        self.gated = kda_output if config.kind == "kda" else gdn_output
 
     def __call__(
         self, o: Float[Array, "T H V"], gate: Float[Array, "T H V"]
     ) -> Float[Array, "T H V"]:
-        gate32 = gate.astype(jnp.float32)
-        if self.kda:
-            weight = self.weight[...].astype(jnp.float32)
-            return (normalise(o, self.eps) * weight * jax.nn.sigmoid(gate32)).astype(o.dtype)
-        scaled = self.weight[...] * normalise(o, self.eps).astype(o.dtype)
-        return (scaled.astype(jnp.float32) * jax.nn.silu(gate32)).astype(o.dtype)
+        return self.gated(o, gate, self.weight[...], self.eps)
 
 
 class ShortConv(nnx.Module):
@@ -150,11 +151,21 @@ class DeltaMixer(nnx.Module):
         y, window = short_conv_step(
             self._conv_input(h), self.conv.weight[...], state.conv[at, slots]
         )
-        temporal, o = delta_decode(
-            *self._split(y), self.decay(h), self._beta(h), state.temporal, slots, layer=at
+        temporal, o = delta_step(
+            y,
+            self.decay.raw(h),
+            self.b_proj(h),
+            self.decay.A_log[...],
+            self.decay.dt_bias[...],
+            self.gate(h).reshape(-1, self.config.num_value_heads, self.config.value_dim),
+            self.o_norm.weight[...],
+            state.temporal,
+            slots,
+            layer=at,
+            eps=self.o_norm.eps,
         )
         conv = state.conv.at[at, slots].set(window)
-        return self._output(o, h), RecurrentState(temporal, conv)
+        return self.o_proj(o.reshape(h.shape[0], -1)), RecurrentState(temporal, conv)
 
     def train_forward(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Mix whole sequences from a zero state; differentiable."""
@@ -170,10 +181,7 @@ class DeltaMixer(nnx.Module):
 
     def _split(self, y: Float[Array, "T C"]) -> Split:
         c = self.config
-        keys = c.num_key_heads * c.key_dim
-        q, k, v = jnp.split(y, [keys, 2 * keys], axis=-1)
-        q, k = (x.reshape(-1, c.num_key_heads, c.key_dim) for x in (q, k))
-        return Split(q, k, v.reshape(-1, c.num_value_heads, c.value_dim))
+        return Split(*split_channels(y, c.num_value_heads, c.key_dim, c.value_dim))
 
     def _beta(self, h: Float[Array, "T D"]) -> Float32[Array, "T H"]:
         return jax.nn.sigmoid(self.b_proj(h).astype(jnp.float32))

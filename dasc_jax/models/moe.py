@@ -7,7 +7,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from dasc_jax.config import MoEConfig
 from dasc_jax.models.layers import FeedForward, Linear
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, grouped_swiglu
+
+# Up to here, comparing every pair of choices is faster than sorting them.
+_FEW_CHOICES = 1024
 
 
 class Router(nnx.Module):
@@ -83,14 +86,11 @@ class Experts(nnx.Module):
         chosen: Int32[Array, "T top"],
     ) -> Float32[Array, "T D"]:
         tokens, top = chosen.shape
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.down.shape[0]).astype(jnp.int32)
-        gate_up = grouped_matmul(h[order // top], self.gate_up[...], sizes)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        sorted_out = grouped_matmul(jax.nn.silu(gate) * up, self.down[...], sizes)
-        # The inverse permutation, not a scatter-add: the sum over a token's experts keeps a fixed
-        # order.
-        out = sorted_out[jnp.argsort(order)].reshape(tokens, top, -1)
+        order, place, sizes = by_expert(chosen.reshape(-1), self.down.shape[0])
+        inner = grouped_swiglu(h[order // top], self.gate_up[...], sizes)
+        sorted_out = grouped_matmul(inner, self.down[...], sizes)
+        # A gather, not a scatter-add: the sum over a token's experts keeps a fixed order.
+        out = sorted_out[place].reshape(tokens, top, -1)
         return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
 
     def train_forward(
@@ -105,6 +105,27 @@ class Experts(nnx.Module):
         gate, up = jnp.split(jnp.einsum("td,edi->tei", h, self.gate_up[...]), 2, axis=-1)
         inner = jax.nn.silu(gate) * up * share[..., None].astype(h.dtype)
         return jnp.einsum("tei,eid->td", inner, self.down[...], preferred_element_type=jnp.float32)
+
+
+def by_expert(
+    chosen: Int32[Array, "M"], experts: int
+) -> tuple[Int32[Array, "M"], Int32[Array, "M"], Int32[Array, "E"]]:
+    """Choices sorted by expert, in a stable order: (order, place, sizes).
+
+    Row r of the sorted ones is choice `order[r]`, choice i is row `place[i]`, and expert e has
+    `sizes[e]` rows.
+    """
+    index = jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    of_expert = chosen[:, None] == jnp.arange(experts, dtype=jnp.int32)
+    sizes = jnp.sum(of_expert, axis=0, dtype=jnp.int32)
+    if chosen.shape[0] > _FEW_CHOICES:
+        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+        return order, jnp.zeros_like(index).at[order].set(index, unique_indices=True), sizes
+    mine, other = chosen[:, None], chosen[None, :]
+    first = (other < mine) | ((other == mine) & (index[None, :] < index[:, None]))
+    place = jnp.sum(first, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(place == index[:, None], index, 0), axis=1, dtype=jnp.int32)
+    return order, place, sizes
 
 
 class MoE(nnx.Module):
