@@ -67,9 +67,9 @@ def decode(
 class Within(NamedTuple):
     """What 64 tokens are to each other and to the chunk's ends, per head; no state is in it.
 
-    attend `[H, 64, 64]`: P; fresh `[H, 64, V]` and known `[H, 64, K]`: U = fresh - known S; q_start,
-    k_end `[H, 64, K]`: q decayed from the chunk's start, k to its end; decay `[H, K or 1]`: over the
-    whole chunk.
+    attend `[H, 64, 64]`: P; fresh `[H, 64, V]` and known `[H, 64, K]`: U = fresh - known S;
+    q_start, k_end `[H, 64, K]`: q decayed from the chunk's start, k to its end; decay
+    `[H, K or 1]`: over the whole chunk.
     """
 
     attend: jax.Array

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dasc_jax.evals import quality_paper as paper
-from dasc_jax.evals.quality_cells import COLD, EXACT, ArmKey, Cell, Note, Store, pooled
-from dasc_jax.evals.quality_measure import adjusted, arms_of, key_of
-from dasc_jax.evals.quality_page import write_page
-from dasc_jax.evals.quality_summary import losses, random_summaries, summaries
+from dasc_jax.evals.quality import paper
+from dasc_jax.evals.quality.cells import COLD, EXACT, ArmKey, Cell, Note, Store, pooled
+from dasc_jax.evals.quality.measure import adjusted, arms_of, key_of
+from dasc_jax.evals.quality.page import write_page
+from dasc_jax.evals.quality.summary import losses, random_summaries, summaries
 from dasc_jax.evals.stats import against_random, holm, mean_interval, paired_difference
 
 TASKS = ("niah_single_1", "cwe")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dasc_jax.evals.quality import main
+from dasc_jax.evals.quality.program import main
 from dasc_jax.tokenizer import write_byte_tokenizer
 from dasc_jax.weights.native import save_native
 from tests.engines import MODELS

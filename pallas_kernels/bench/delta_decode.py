@@ -19,35 +19,23 @@ from pallas_kernels.mgpu.delta_tile import Tiling
 HEADS, KEY_HEADS, DIM = 32, {"kda": 32, "gdn": 16}, 128
 LAYER, EPS = 1, 1e-6
 BATCHES = (1, 8, 32, 64, 128, 256)
-SMALL = (Tiling(32, 0, 0), Tiling(64, 0, 0), Tiling(128, 0, 0), Tiling(32, 1, 0), Tiling(64, 1, 0))
-LARGE = (
-    Tiling(128, 3, 1),
-    Tiling(128, 2, 1),
-    Tiling(128, 1, 0),
-    Tiling(64, 6, 1),
-    Tiling(64, 3, 2),
-    Tiling(64, 2, 3),
-    Tiling(64, 1, 0),
-    Tiling(32, 4, 3),
-    Tiling(128, 0, 0),
-    Tiling(64, 0, 0),
-    Tiling(32, 0, 0),
-)
-SWEPT = (("kda", 32), ("kda", 128))
-FEW = (Tiling(128, 3, 1), Tiling(64, 3, 2), Tiling(128, 0, 0))
-STEP = (Tiling(128, 0, 0), Tiling(128, 3, 1), Tiling(128, 2, 1), Tiling(128, 1, 0))
+SMALL = (Tiling(32, 0, 0), Tiling(64, 0, 0))
+LARGE = (Tiling(64, 0, 0), Tiling(128, 0, 0), Tiling(64, 1, 0), Tiling(128, 1, 0), Tiling(64, 2, 3))
+STEP = (Tiling(128, 0, 0), Tiling(128, 1, 0), Tiling(128, 3, 1))
+SWEPT = (("kda", 64), ("kda", 256), ("gdn", 32), ("gdn", 128))
+"""Where tilings are compared, beside the small batches."""
 
 
 def cases() -> Iterator[Case]:
-    """Every tiling where the batch is small or `SWEPT`; elsewhere the best of each manner."""
+    """All batches of both kinds, without the gates and the norm, then with them."""
     for kind in ("kda", "gdn"):
         for batch in BATCHES:
-            tilings = SMALL if batch <= 8 else LARGE if (kind, batch) in SWEPT else FEW
+            tilings = SMALL if batch <= 8 else LARGE if (kind, batch) in SWEPT else ()
             shape, floor = f"{kind} B={batch}", floor_ms(moved_bytes(kind, batch))
             yield Case("delta_decode", shape, floor, partial(_decode, kind, batch, tilings))
     for kind in ("kda", "gdn"):
         for batch in BATCHES:
-            tilings = STEP[:2] if batch <= 8 else STEP
+            tilings = STEP if (kind, batch) in SWEPT else ()
             shape, floor = f"{kind} B={batch}", floor_ms(moved_bytes(kind, batch))
             yield Case("delta_step", shape, floor, partial(_step, kind, batch, tilings))
 

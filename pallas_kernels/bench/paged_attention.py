@@ -29,25 +29,15 @@ LATENT_SHAPES = (
 )
 GROUPED_SHAPES = ((1, 16384), (1, 131072), (8, 16384), (32, 4096), (32, 16384), (128, 4096))
 PROMPTS = (1024, 8192)
-SWEPT = ((1, 4096), (1, 65536), (32, 4096), (256, 4096), (32, 16384))
+SWEPT = ((1, 4096), (1, 65536), (1, 131072), (8, 16384), (32, 4096), (128, 4096), (256, 4096))
 """Shapes at which other tilings are timed too."""
 XLA_KEYS = 1 << 17
 """Most keys of a case at which XLA is timed: it takes milliseconds there."""
 
-LATENT_TILINGS = {
-    "split=8": {"split_pages": 8},
-    "split=32": {"split_pages": 32},
-    "float32 parts": {"partial": jnp.float32},
-    "columns=64": {"columns": 64, "slots": 18},
-    "slots=6": {"slots": 6},
-    "at_once=4": {"at_once": 4},
-}
-GROUPED_TILINGS = {
-    "split=8": {"split_pages": 8},
-    "split=32": {"split_pages": 32},
-    "columns=128": {"columns": 128, "slots": 12},
-    "slots=4": {"slots": 4},
-    "at_once=16": {"at_once": 16},
+TILINGS = {
+    f"split={pages}{', float32 parts' * parts}": {"split_pages": pages}
+    | ({"partial": jnp.float32} if parts else {})
+    for pages, parts in ((4, False), (8, False), (16, False), (32, False), (32, True))
 }
 
 
@@ -83,14 +73,14 @@ def _latent(batch: int, length: int) -> Problem:
         "width": 512,
     }
     cached = pages[None]
-    return _problem(inputs, (cached,), kernel.LATENT, LATENT_TILINGS, length)
+    return _problem(inputs, (cached,), kernel.LATENT, length)
 
 
 def _grouped(batch: int, length: int) -> Problem:
     q, table, lengths, *pages = _data(batch, length, 16, 256, 2, 256)
     inputs = {"q": q, "table": table, "lengths": lengths, "scale": 256**-0.5, "width": 256}
     cached = tuple(x.reshape(1, -1, PAGE, 2, 256) for x in pages)
-    return _problem(inputs, cached, kernel.GROUPED, GROUPED_TILINGS, length)
+    return _problem(inputs, cached, kernel.GROUPED, length)
 
 
 def _data(batch: int, length: int, heads: int, width: int, *more: int) -> tuple[jax.Array, ...]:
@@ -112,7 +102,6 @@ def _problem(
     inputs: dict[str, Any],
     cached: tuple[jax.Array, ...],
     tiling: kernel.Tiling,
-    tilings: dict[str, dict[str, Any]],
     length: int,
 ) -> Problem:
     args = (inputs["q"], cached, inputs["table"], inputs["lengths"])
@@ -130,7 +119,7 @@ def _problem(
     batch = len(inputs["lengths"])
     runs = {"ours": timed(one("mosaic"))}
     if (batch, length) in SWEPT:
-        for name, changed in tilings.items():
+        for name, changed in TILINGS.items():
             variant = partial(kernel.decode, scale=scale, tiling=replace(tiling, **changed))
             runs[f"ours[{name}]"] = timed(variant)
     if batch * length <= XLA_KEYS:

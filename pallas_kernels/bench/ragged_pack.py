@@ -18,17 +18,7 @@ KIMI, QWEN = (20, 32, 128), (36, 32)
 """Units of the models: (layer, head, key channel) rows, (layer, head) blocks of 128 rows."""
 SHARE = 0.376
 """Units retained at W_max = 16 in the paper."""
-VARIANTS = (
-    Blocking(8),
-    Blocking(16),
-    Blocking(64),
-    Blocking(8, per_sm=16),
-    Blocking(16, per_sm=8),
-    Blocking(16, per_sm=12),
-    Blocking(32, per_sm=4),
-    Blocking(32, per_sm=8),
-    Blocking(64, per_sm=4),
-)
+VARIANTS = (Blocking(8), Blocking(16), Blocking(32), Blocking(64))
 XLA_INT8_TOLERANCE = 1e-2
 """XLA divides by an approximation on a GPU, which moves a value of int8 by one here and there."""
 
@@ -135,8 +125,5 @@ def _unpack(mask: tuple[int, ...], int8: bool, checkpoints: int) -> Problem:
 def _runs(
     kernel: Callable[..., Any], run: Callable[..., Run], xla: Callable[[], Run]
 ) -> dict[str, Callable[[], Run]]:
-    variants = {
-        f"ours[rows={b.rows},per_sm={b.per_sm}]": partial(run, partial(kernel, blocking=b))
-        for b in VARIANTS
-    }
+    variants = {f"ours[rows={b.rows}]": partial(run, partial(kernel, blocking=b)) for b in VARIANTS}
     return {"ours": partial(run, kernel), **variants, "xla": xla}

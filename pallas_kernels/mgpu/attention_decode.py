@@ -1,8 +1,8 @@
 """One query a request over its pages, on Hopper: latent (MLA) and grouped-query attention alike.
 
-The keys of a request are cut into splits by its own length only, so that its bits depend on nothing
-else in the batch. A block of threads keeps taking items, a split of one key head each; of its three
-warpgroups
+The keys of a request are cut into splits by its own length and by how many rows the batch has,
+padding included, so that its bits depend on no other request. A block of threads keeps taking
+items, a split of one key head each; of its three warpgroups
 
 - the loader walks the page table and copies tiles of pages into a ring of slots;
 - the scorer computes S^T = K Q^T of one page, `[64, G]`, and its online softmax;
@@ -15,6 +15,7 @@ fill, and 8 or 32 queries would not. Every split leaves its maximum, sum and val
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,12 @@ LOADER, SCORER, MIXER = range(3)
 
 LATENT = Tiling(partial=jnp.bfloat16)
 GROUPED = Tiling(columns=256, slots=6)
+
+
+def fitted(tiling: Tiling, rows: int) -> Tiling:
+    """Short splits where few key heads would leave the GPU idle; long ones, of which less is left
+    to merge, where many fill it."""
+    return replace(tiling, split_pages=min(32, max(2, rows // 2)))
 
 
 class Item(NamedTuple):
@@ -108,7 +115,7 @@ def decode(
     """`paged_attention_decode`: see `pallas_kernels.ops`."""
     batch, query_heads, width = q.shape
     heads = math.prod(cache.keys.shape[3:-1])
-    tiling = tiling or (LATENT if cache.keys is cache.values else GROUPED)
+    tiling = tiling or fitted(LATENT if cache.keys is cache.values else GROUPED, batch * heads)
     queries = q.reshape(batch, heads, query_heads // heads, width)
     out = attend(queries, cache, page_table, None, lengths[:, None], scale, tiling, interpret)
     return out.reshape(batch, query_heads, cache.width)

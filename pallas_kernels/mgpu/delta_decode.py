@@ -30,13 +30,8 @@ from pallas_kernels.mgpu.delta_tile import (
 
 
 def default_tiling(batch: int, heads: int) -> Tiling:
-    """Many small tiles while they cannot fill the GPU, else whole heads through shared memory."""
-    return Tiling(32, 0, 0) if batch * heads <= 2 * SMS else Tiling(128, 3, 1)
-
-
-def default_step_tiling(batch: int, heads: int) -> Tiling:
-    """Whole heads always: the output norm spans them."""
-    return Tiling(128, 0, 0) if batch * heads <= 2 * SMS else Tiling(128, 3, 1)
+    """Tiles straight to registers; narrower ones while heads cannot fill the GPU."""
+    return Tiling(32 if batch * heads <= 2 * SMS else 64, 0, 0)
 
 
 def decode(
@@ -82,7 +77,7 @@ def step(
     """`delta_step`: (pool, y `[B, H, V]` in qkv's dtype)."""
     (batch, heads, value_dim), key_dim = gate.shape, pool.shape[3]
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
-    tiling = tiling or default_step_tiling(batch, heads)
+    tiling = tiling or Tiling(value_dim, 0, 0)
     if tiling.block_v != value_dim:
         raise ValueError(f"block_v={tiling.block_v}: the output norm spans all {value_dim} columns")
     shape = Shape(

@@ -32,8 +32,6 @@ from pallas_kernels.mgpu.common import no_hopper
 VALUE_DIM = 128
 WARPS = 4
 PER_THREAD = 4
-PROCESSORS = 132
-"""Streaming multiprocessors of an H200: what a persistent grid fills."""
 
 ROW_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((WARPS, VALUE_DIM), (PER_THREAD,))),
@@ -53,12 +51,9 @@ _PARAMS = plgpu.CompilerParams(
 
 @dataclass(frozen=True)
 class Blocking:
-    """How the work is cut. `rows`: rows a block of threads makes at once, a multiple of 4.
-    `per_sm`: blocks that each multiprocessor keeps and that loop over the work; 0 starts one for
-    every `rows` rows instead."""
+    """How the work is cut. `rows`: rows a block of threads makes at once, a multiple of 4."""
 
     rows: int = 32
-    per_sm: int = 0
 
 
 def refuses_pack(rows, scales, temporal, index, slots, sources) -> str | None:
@@ -95,13 +90,15 @@ def pack(
     index: jax.Array,
     slots: jax.Array,
     sources: jax.Array,
-    blocking: Blocking = Blocking(),
+    blocking: Blocking | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`ragged_pack`: see `pallas_kernels.ops`."""
     _, states, heads, key, value = temporal.shape
     pool_slots, total, layer_rows = rows.shape[0], _packed_rows(rows.shape), heads * key
     unit_rows = total // index.shape[0]
+    # Quantising takes registers, of which many rows a thread leave too few for other blocks.
+    blocking = blocking or Blocking(32 if scales is None else 8)
     block = _block(blocking, total, unit_rows)
     tiles = pl.cdiv(total, block)
 
@@ -125,13 +122,13 @@ def pack(
                 else:
                     rows.at[slot, to][...] = x
 
-        _over_tiles(tile, slots.shape[0], tiles, blocking)
+        tile(lax.axis_index("checkpoint"), lax.axis_index("tile"))
 
     pools = [rows.reshape(pool_slots, total, value)]
     if scales is not None:
         pools.append(scales.reshape(pool_slots, total))
     flat = temporal.reshape(-1, value)
-    grid = _grid(slots.shape[0], tiles, blocking)
+    grid = (slots.shape[0], tiles)
     new = _update(ragged_pack_rows, (flat, index, slots, sources), pools, grid, interpret)
     return new[0].reshape(rows.shape), None if scales is None else new[1].reshape(scales.shape)
 
@@ -171,11 +168,11 @@ def unpack(
                 to = pl.ds(lax.rem(first, layer_rows), block)
                 temporal.at[lax.div(first, layer_rows), target, to][...] = y
 
-        _over_tiles(tile, slots.shape[0], tiles, blocking)
+        tile(lax.axis_index("checkpoint"), lax.axis_index("tile"))
 
     packed = [rows.reshape(-1, value)] + ([] if scales is None else [scales.reshape(-1)])
     pool = temporal.reshape(layers, states, layer_rows, value)
-    grid = _grid(slots.shape[0], tiles, blocking)
+    grid = (slots.shape[0], tiles)
     args = (*packed, inverse, slots, targets)
     (new,) = _update(ragged_unpack_rows, args, [pool], grid, interpret)
     return new.reshape(temporal.shape)
@@ -339,29 +336,6 @@ def _elementwise(op: Callable[..., ir.Value], layout: Any, *arrays: jax.Array) -
 def _along_rows(per_row: jax.Array) -> jax.Array:
     shape = (per_row.shape[0], VALUE_DIM)
     return plgpu.layout_cast(lax.broadcast_in_dim(per_row, shape, [0]), ROW_LAYOUT)
-
-
-def _grid(checkpoints: int, tiles: int, blocking: Blocking) -> tuple[int, int]:
-    if blocking.per_sm:
-        return 1, min(blocking.per_sm * PROCESSORS, checkpoints * tiles)
-    return checkpoints, tiles
-
-
-def _over_tiles(
-    tile: Callable[[Any, Any], None], checkpoints: int, tiles: int, blocking: Blocking
-) -> None:
-    """`tile(checkpoint, number)` for what this block of the grid has to do."""
-    if not blocking.per_sm:
-        tile(lax.axis_index("checkpoint"), lax.axis_index("tile"))
-        return
-    work = checkpoints * tiles
-    blocks, own = min(blocking.per_sm * PROCESSORS, work), lax.axis_index("tile")
-
-    def step(i, _):
-        at = own + i * blocks
-        tile(at // tiles, at % tiles)
-
-    lax.fori_loop(0, (work - own + blocks - 1) // blocks, step, None)
 
 
 def _update(

@@ -133,9 +133,7 @@ def test_arrays_that_do_not_belong_together_are_refused():
 
 @every_kind
 @every_format
-@pytest.mark.parametrize(
-    ("blocking", "retained"), [(Blocking(8), 16), (Blocking(4, per_sm=1), 7)], ids=str
-)
+@pytest.mark.parametrize(("blocking", "retained"), [(Blocking(8), 16), (Blocking(4), 7)], ids=str)
 @pytest.mark.timeout(60)
 def test_interpreted_kernels_equal_numpy_bit_for_bit(kind, int8, blocking, retained):
     interpret = plgpu.InterpretGPUParams()
@@ -189,7 +187,7 @@ def specs(model, int8, slots=1000, states=257, checkpoints=4):
 
 @every_format
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("blocking", [Blocking(), Blocking(64), Blocking(16, per_sm=8)], ids=str)
+@pytest.mark.parametrize("blocking", [Blocking(), Blocking(64)], ids=str)
 def test_kernels_lower_for_hopper_at_real_sizes_and_alias_their_pools(model, int8, blocking):
     to_pack, to_unpack = specs(MODELS[model], int8)
     pools = (0, 1) if int8 else (0,)
