@@ -44,15 +44,23 @@ def test_right_runs_are_timed_and_all_others_reported_whatever_they_do():
 
 def test_data_that_cannot_be_made_fail_one_case_and_lines_are_appended_at_once(tmp_path: Path):
     out = tmp_path / "deep" / "lines.jsonl"
-    args = Args((CASES,), ("small", "no data"), False, False, run_seconds=3.0, out=out)
+    args = Args((CASES,), ("small", "no data"), "", False, False, run_seconds=3.0, out=out)
     assert main(args) == 1
-    assert main(Args((CASES,), ("no data",), False, False, out=out)) == 1
+    assert main(Args((CASES,), ("no data",), "", False, False, out=out)) == 1
     lines = [json.loads(text) for text in out.read_text().splitlines()]
     assert [x["impl"] for x in lines if x["shape"] == "no data"] == ["inputs", "inputs"]
     assert "too large" in lines[-1]["failed"]
     small = [x["impl"] for x in lines if x["shape"] == "small"]
     assert small == ["ours", "wrong", "raising", "crashing", "hanging", "xla"]
     assert all({"op", "shape", "device", "date"} <= set(x) for x in lines if "ms" in x)
+
+
+def test_only_the_implementations_that_were_asked_for_run():
+    lines = list(bench_op(CASES, only("last", impls="^(ours|xla)"), time.monotonic() + 100))
+    assert [x["impl"] for x in lines] == ["ours", "ours[pooled]", "xla"]
+    args = only("last", impls="^(ours|xla)", variants=False)
+    lines = list(bench_op(CASES, args, time.monotonic() + 100))
+    assert [x["impl"] for x in lines] == ["ours", "xla"]
 
 
 def test_a_spent_budget_ends_cleanly_and_says_what_was_left_out(capsys):

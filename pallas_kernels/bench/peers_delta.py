@@ -13,7 +13,7 @@ from typing import Any
 from pallas_kernels.bench.peers import BF16_TOLERANCE, Peer, as_torch, torch_library
 from pallas_kernels.bench.timing import Problem, Run
 
-TILES = ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
+TILES = ((8, 1), (16, 2), (32, 4))
 """(value columns, warps) of a program."""
 
 KERNELS = {
@@ -34,7 +34,6 @@ def peers(op: str) -> tuple[Peer, ...]:
         Peer("fla[v first]", packages, partial(_call, None, True)),
         Peer("fla[pool]", packages, partial(_pooled, None)),
         Peer("fla[pool,V=16,warps=2]", packages, partial(_pooled, (16, 2))),
-        Peer("fla[pool,V=64,warps=4]", packages, partial(_pooled, (64, 4))),
         *tiled,
     )
 

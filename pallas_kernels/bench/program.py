@@ -40,6 +40,8 @@ class Args:
     """Modules of cases, in this order."""
     shapes: tuple[str, ...] = ()
     """Only cases whose "op shape" matches one of these regular expressions, as "B=(1|32)$" does."""
+    impls: str = ""
+    """Only implementations in whose name this regular expression is found, as "^(ours|fla)" is."""
     variants: bool = True
     """Sweep the tilings; otherwise only the default one of each kernel and of each peer."""
     peers: bool = True
@@ -121,6 +123,7 @@ def _command(module: str, args: Args, progress: Progress) -> list[str]:
     command += [f"--first={progress.first}"]
     command += [f"--skip={name}" for name in sorted(progress.done)]
     command += [f"--shapes={text}" for text in args.shapes]
+    command += [f"--impls={args.impls}"]
     return command + ["--variants"] * args.variants + ["--peers"] * args.peers
 
 

@@ -42,8 +42,16 @@ def lines(
     skip: frozenset[str],
     variants: bool,
     with_peers: bool,
+    impls: str = "",
 ) -> Iterator[dict[str, Any]]:
-    """What to say about the cases from number `first` on, without the runs `skip` of that one."""
+    """What to say about the cases from number `first` on, without the runs `skip` of that one.
+
+    Of runs and peers, only those whose name the regular expression `impls` finds.
+    """
+
+    def wanted(name: str) -> bool:
+        return (variants or "[" not in name) and re.search(impls, name) is not None
+
     for number, case in enumerate(cases[first:], first):
         yield {"case": number, "op": case.op, "shape": case.shape, "floor_ms": case.floor_ms}
         try:
@@ -52,12 +60,12 @@ def lines(
             yield {"impl": INPUTS, "failed": _reason(error)}
             continue
         done = skip if number == first else frozenset()
-        names = [n for n in problem.runs if (variants or "[" not in n) and n not in done]
+        names = [name for name in problem.runs if wanted(name) and name not in done]
         for name in names:
             yield {"run": name}
             yield {"impl": name} | _measured(problem, problem.runs[name], case.floor_ms)
         for peer in peers(case.op) if with_peers else ():
-            if peer.name in done or (not variants and "[" in peer.name):
+            if peer.name in done or not wanted(peer.name):
                 continue
             if missing := peer.missing():
                 yield {"impl": peer.name, "failed": missing}
@@ -117,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--skip", action="append", default=[])
     parser.add_argument("--shapes", action="append", default=[])
+    parser.add_argument("--impls", default="")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--peers", action="store_true")
     args = parser.parse_args(argv)
@@ -126,7 +135,8 @@ def main(argv: Sequence[str]) -> int:
         if not args.shapes or any(re.search(p, f"{case.op} {case.shape}") for p in args.shapes)
     ]
     where = {"device": jax.devices()[0].device_kind, "date": date.today().isoformat()}
-    for line in lines(cases, args.first, frozenset(args.skip), args.variants, args.peers):
+    skip = frozenset(args.skip)
+    for line in lines(cases, args.first, skip, args.variants, args.peers, args.impls):
         _say(line | where if "impl" in line else line)
         if "failed" in line and not device_answers():
             return BROKEN
