@@ -55,6 +55,23 @@ def test_data_that_cannot_be_made_fail_one_case_and_lines_are_appended_at_once(t
     assert all({"op", "shape", "device", "date"} <= set(x) for x in lines if "ms" in x)
 
 
+def test_the_page_has_the_best_peer_and_the_last_of_repeated_lines(tmp_path: Path):
+    def line(impl: str, ms: float, shape: str = "B=1") -> dict:
+        figures = {"ms": ms, "floor_ms": 1.0, "of_floor": 1 / ms, "error": 1e-3}
+        where = {"device": "GPU", "date": "2026-11-30", "command": "bench --ops step"}
+        return {"op": "step", "shape": shape, "impl": impl} | figures | where
+
+    lines = [line("ours", 9.0), line("ours", 2.0), line("fla", 4.0), line("fla[V=8]", 3.0)]
+    lines += [line("xla", 8.0), line("ours[V=8]", 1.0), line("xla", 5.0, "B=2")]
+    failed = {"op": "step", "shape": "B=1", "impl": "torch", "failed": "not installed: torch"}
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in [*lines, failed]))
+    assert main(Args(page=path)) == 0
+    text = path.with_suffix(".md").read_text()
+    assert "| B=1 | 1.0000 | 2.0000 | 50% | 1e-03 | 8.0000 | 3.0000 fla[V=8] | 1.50x |" in text
+    assert "B=2" not in text and "    bench --ops step\n" in text
+
+
 def test_only_the_implementations_that_were_asked_for_run():
     lines = list(bench_op(CASES, only("last", impls="^(ours|xla)"), time.monotonic() + 100))
     assert [x["impl"] for x in lines] == ["ours", "ours[pooled]", "xla"]

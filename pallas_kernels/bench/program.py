@@ -9,6 +9,7 @@ breaks the device. Only results that agree with the reference are timed.
 import json
 import os
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from pallas_kernels.bench.page import page, read
 from pallas_kernels.bench.worker import BROKEN, INPUTS, MARK
 
 OPS = ("delta_decode", "ragged_pack", "grouped_matmul", "paged_attention")
@@ -52,6 +54,8 @@ class Args:
     """Longest a single run may take, its compilation included, before it counts as hanging."""
     out: Path | None = None
     """A file that gets one JSON line a run, at once; lines are appended."""
+    page: Path | None = None
+    """Time nothing: write the page (.md) of this file of lines beside it."""
 
 
 @dataclass
@@ -221,8 +225,14 @@ def _best(lines: Sequence[dict[str, Any]], named: bool = True) -> str:
     return f"{best['ms']:.4f}" + (f" {best['impl']}" if named else "")
 
 
-def main(args: Args) -> int:
-    """Time everything asked for; 1 if a run failed or was not reached, else 0."""
+def main(args: Args, command: str = "") -> int:
+    """Time everything asked for; 1 if a run failed or was not reached, else 0.
+
+    `command` goes into the lines of `args.out`.
+    """
+    if args.page is not None:
+        args.page.with_suffix(".md").write_text(page(read(args.page), str(args.page)))
+        return 0
     deadline = time.monotonic() + args.seconds
     results: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -238,7 +248,7 @@ def main(args: Args) -> int:
             if args.out is not None and "impl" in line:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(line | {"command": command}) + "\n")
     console = Console(width=180, markup=False)
     console.print(summary(results))
     left_out += [f"{x['op']} from {x.get('shape')} on" for x in results if "stopped" in x]
@@ -251,4 +261,5 @@ def main(args: Args) -> int:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    return main(tyro.cli(Args, args=argv))
+    words = sys.argv[1:] if argv is None else argv
+    return main(tyro.cli(Args, args=argv), shlex.join(["scripts/bench_kernels.py", *words]))
