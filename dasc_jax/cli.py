@@ -22,7 +22,7 @@ PROGRAMS = {
     "plan": Program("dasc_jax.analysis.report", "horizons, plan and checkpoint bytes of a model"),
     "demo": Program("dasc_jax.programs.demo", "questions about long documents, cold and cached"),
     "tables": Program("dasc_jax.analysis.tables", "Table 1 and figures 2, 4, 5, 6 of the paper"),
-    "quality": Program("dasc_jax.evals.quality", "the quality study of the paper on the minis"),
+    "quality": Program("dasc_jax.evals.quality.program", "the paper's quality study on the minis"),
     "eval-tasks": Program("dasc_jax.evals.tasks", "end tasks from local files, through a server"),
     "train": Program("dasc_jax.training.train", "train one of the demo checkpoints"),
     "lineage": Program("dasc_jax.analysis.lineage", "drift of a conversation resumed lossily"),

@@ -2,7 +2,7 @@
 
 import sys
 
-from dasc_jax.evals.quality import main
+from dasc_jax.evals.quality.program import main
 
 if __name__ == "__main__":
     sys.exit(main())

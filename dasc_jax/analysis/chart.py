@@ -1,4 +1,4 @@
-"""What the figures share: colours, axes, the map of a model's layers, and the files they go to."""
+"""What figures and tables share: colours, axes, the map of a model's layers, columns, files."""
 
 import csv
 import dataclasses
@@ -13,6 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.table import Table
 
 from dasc_jax.config import ModelConfig
 
@@ -64,6 +66,14 @@ def integer_map(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     return image
+
+
+def text_table(title: str, columns: Sequence[str], left: int = 1) -> Table:
+    """An empty table for the terminal, its first `left` columns aligned left, the others right."""
+    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for at, name in enumerate(columns):
+        result.add_column(name, justify="left" if at < left else "right")
+    return result
 
 
 def write_figure(path: Path, figure: Figure) -> None:

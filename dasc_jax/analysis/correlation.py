@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
-from dasc_jax.analysis.chart import BLUE, MUTED, ORANGE, blank, style
+from dasc_jax.analysis.chart import BLUE, MUTED, ORANGE, blank, style, text_table
 from dasc_jax.analysis.observe import Observed
 from dasc_jax.config import ModelConfig
 from dasc_jax.evals.ruler import TASKS, Generator
@@ -134,12 +133,8 @@ def summarise(kind: str, rows: Sequence[Correlation]) -> list[Summary]:
 
 def table(lines: Sequence[Summary], title: str) -> Table:
     """Table 1b as a rich table."""
-    result = Table(
-        title=f"Table 1b, {title}: Spearman's rho over the units of a layer",
-        box=box.SIMPLE_HEAD, title_justify="left",
-    )  # fmt: skip
-    for column in ("kind", "pair", "median", "IQR", "n prefix-layer pairs"):
-        result.add_column(column, justify="left" if column in ("kind", "pair") else "right")
+    name = f"Table 1b, {title}: Spearman's rho over the units of a layer"
+    result = text_table(name, ("kind", "pair", "median", "IQR", "n prefix-layer pairs"), left=2)
     for line in lines:
         result.add_row(
             line.kind.upper(),

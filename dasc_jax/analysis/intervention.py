@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
-from dasc_jax.analysis.chart import INK, blank, style
+from dasc_jax.analysis.chart import INK, blank, style, text_table
 from dasc_jax.evals.ruler import Generator, score
 from dasc_jax.evals.stats import mean_interval
 from dasc_jax.model import Cache, Model, forward, init_recurrent
@@ -219,14 +218,11 @@ def accuracies(answers: Sequence[Answer]) -> list[Accuracy]:
 
 def table(cells: Sequence[Accuracy], title: str) -> Table:
     """Table 1a as a rich table, with the interval of the mean over all depths."""
-    result = Table(
-        title=f"Table 1a, {title}: accuracy on NIAH-S1, n = {cells[0].n} ({cells[1].n} a depth)",
-        box=box.SIMPLE_HEAD, title_justify="left",
-    )  # fmt: skip
-    for name in ("intervention", "all depths", "95% interval"):
-        result.add_column(name, justify="left" if name == "intervention" else "right")
-    for depth in dict.fromkeys(c.depth for c in cells if c.depth != "all"):
-        result.add_column(f"at {depth}", justify="right")
+    depths = dict.fromkeys(c.depth for c in cells if c.depth != "all")
+    result = text_table(
+        f"Table 1a, {title}: accuracy on NIAH-S1, n = {cells[0].n} ({cells[1].n} a depth)",
+        ["intervention", "all depths", "95% interval", *(f"at {depth}" for depth in depths)],
+    )
     for chosen in INTERVENTIONS:
         pooled, *others = [c for c in cells if c.intervention == chosen.name]
         result.add_row(

@@ -12,7 +12,7 @@ from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
 from dasc_jax.engine.request import Request, SamplingParams
 from dasc_jax.evals.arms import DENSE, Arm, random_arms
-from dasc_jax.evals.quality_cells import COLD, ArmKey, Cell, Run
+from dasc_jax.evals.quality.cells import COLD, ArmKey, Cell, Run
 from dasc_jax.evals.reuse import sized
 from dasc_jax.evals.rounds import Replay
 from dasc_jax.evals.ruler import Generator, Instance, score

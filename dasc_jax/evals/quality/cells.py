@@ -98,11 +98,12 @@ class Cell:
 
 
 class Note(NamedTuple):
-    """A line of another kind: "table_1a", "table_1b" or "drift", with that module's fields."""
+    """A line of another kind: "table_1a", "table_1b", "drift" or "plan", with its own fields."""
 
     kind: str
     model: str
     values: dict[str, Any]
+    run: Run | None = None
 
 
 class Store:
@@ -140,16 +141,18 @@ class Store:
         """The other lines of one kind and model."""
         return [note.values for note in self.notes if (note.kind, note.model) == (kind, model)]
 
-    def require(self, model: str, length: int, rounds: int, **same: object) -> None:
+    def require(self, model: str, length: int, rounds: int | None, **same: object) -> None:
         """Refuse to mix: all lines of a model and length were made from one setting.
 
         Raises:
-            ValueError: a line differs in one of `same`, or, unless cold, in its rounds.
+            ValueError: a line differs in one of `same`, or in its rounds, unless it is cold or
+                `rounds` is None.
         """
         for cell in self.cells:
             if (cell.model, cell.length) != (model, length):
                 continue
-            wanted = same if cell.policy == "cold" else {**same, "rounds": rounds}
+            free = rounds is None or cell.policy == "cold"
+            wanted = same if free else {**same, "rounds": rounds}
             for name, value in wanted.items():
                 if getattr(cell, name) != value:
                     raise ValueError(
@@ -169,7 +172,11 @@ def common_tasks(arms: Sequence[dict[str, Cell]]) -> list[str]:
 
 
 def _line(made: Cell | Note) -> str:
-    fields = {"kind": "ruler", **asdict(made)} if isinstance(made, Cell) else made._asdict()
+    if isinstance(made, Cell):
+        fields = {"kind": "ruler", **asdict(made)}
+    else:
+        fields = {"kind": made.kind, "model": made.model, "values": made.values}
+        fields |= made.run._asdict() if made.run else {}
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
@@ -190,7 +197,8 @@ def _read(path: Path) -> Iterator[Cell | Note]:
 def _made(fields: dict[str, Any]) -> Cell | Note:
     kind = fields.pop("kind")
     if kind != "ruler":
-        return Note(kind, fields["model"], fields["values"])
+        run = Run(*(fields[name] for name in Run._fields)) if "device" in fields else None
+        return Note(kind, fields["model"], fields["values"], run)
     for name in ("faults", "scores"):
         fields[name] = tuple(fields[name])
     return Cell(**fields)

@@ -1,11 +1,11 @@
 """What the lines of the quality study come to: arms over all tasks, Random, where nr loses."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dasc_jax.evals.quality_cells import COLD, EXACT, ArmKey, Cell, Store, common_tasks, pooled
+from dasc_jax.evals.quality.cells import COLD, EXACT, ArmKey, Cell, Store, common_tasks, pooled
 from dasc_jax.evals.stats import (
     Difference,
     Estimate,
@@ -88,6 +88,22 @@ class Loss(NamedTuple):
     def recovered(self) -> float | None:
         """Part of the loss: 1 is all of it; above 1, wr is better than dense."""
         return None if self.wr is None else (self.wr - self.nr) / (self.dense - self.nr)
+
+
+class Drift(NamedTuple):
+    """Divergence (KL, nats) over the turns that resumed lossily, under one policy and threshold.
+
+    `early` and `late` are means over the first and last three of these turns, `worst` is the
+    largest of any conversation, `agree` the mean share of equal next tokens.
+    """
+
+    w_max: int
+    policy: str
+    turns: int
+    early: float
+    late: float
+    worst: float
+    agree: float
 
 
 class View(NamedTuple):
@@ -186,6 +202,29 @@ def losses(store: Store, model: str, least: float = LOSS) -> list[Loss]:
                     Loss(length, key.w_max, name, _mean(dense, some), _mean(nr, some), again)
                 )
     return [loss for loss in made if loss.dense - loss.nr > least]
+
+
+def drifts(store: Store, model: str) -> list[Drift]:
+    """The drift of a model by threshold and policy, in the order of its lines."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in store.noted("drift", model):
+        if row["lineage"]:
+            groups.setdefault((row["w_max"], row["policy"]), []).append(row)
+    return [
+        Drift(
+            *key,
+            turns=len(rows),
+            early=_over(rows[:3], "kl_mean"),
+            late=_over(rows[-3:], "kl_mean"),
+            worst=max(row["kl_max"] for row in rows),
+            agree=_over(rows, "agree"),
+        )
+        for key, rows in groups.items()
+    ]
+
+
+def _over(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
 
 
 def _mean(cells: dict[str, Cell], tasks: Sequence[str]) -> float:

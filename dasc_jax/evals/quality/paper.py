@@ -11,8 +11,8 @@ TASKS = ("S1", "S2", "S3", "MK1", "MK2", "MK3", "MQ", "MV", "CWE", "FWE", "QA-H"
 MODELS = {"kda": "Kimi-Linear-48B", "gdn": "Qwen3-Next-80B"}
 
 COMPRESSION = {
-    "kda": "2.63x at W16, 28.04x at W512, 8.11x at W16 with int8",
-    "gdn": "1.10x at W16 to 2.48x at W512",
+    "kda": "2.63 and 28.04 (at 512), 8.11 (at 16) in int8",
+    "gdn": "1.10 and 2.48 (at 512)",
 }
 """Complete checkpoints, section 5.3 and table 4."""
 
@@ -66,9 +66,6 @@ TABLE_5 = (
 """Kimi-Linear, nr with horizons minus the mean of five random masks: benchmark, W_max, N, points,
 95 % interval, p adjusted by Holm."""
 
-REPLAYED = {16: 16.0, 64: 64.0, 128: 127.7, 512: 483.3, 1024: 841.0}
-"""Table 8: tokens that wr replays a hit, by W_max."""
-
 
 class Line(NamedTuple):
     """A line of tables 6 and 7: mean scores of 30 instances a task, in the order of `TASKS`."""
@@ -97,3 +94,31 @@ def line(family: str, policy: str, w_max: int, length: str = "4k") -> Line | Non
     """One of these lines, None where the paper has none."""
     wanted = (family, policy, w_max, length)
     return next((one for one in ruler() if one[:4] == wanted), None)
+
+
+def largest_fall(family: str) -> str:
+    """The least average of nr minus that of dense at its length, with W_max and length."""
+    falls = [(round(nr.average - dense.average, 2), nr) for nr, dense in _with_dense(family)]
+    least, nr = min(falls, key=lambda pair: pair[0])
+    return f"{least:+.2f} ({nr.w_max}, {nr.length})"
+
+
+def recovered(family: str, loss: float, part: float) -> str:
+    """Of the tasks where nr loses more than `loss`, in how many wr wins back `part` or more.
+
+    From the printed scores, which have two digits.
+    """
+    parts = []
+    for nr, dense in _with_dense(family):
+        wr = line(family, "wr", nr.w_max, nr.length)
+        for full, less, again in zip(dense.scores, nr.scores, wr.scores if wr else (), strict=True):
+            if round(full - less, 2) > loss:
+                parts.append((again - less) / (full - less))
+    return f"{sum(one >= part for one in parts)} of {len(parts)}"
+
+
+def _with_dense(family: str) -> list[tuple[Line, Line]]:
+    """The lines of nr, each with that of dense at its length."""
+    dense = {one.length: one for one in ruler() if (one.family, one.policy) == (family, "dense")}
+    found = [one for one in ruler() if (one.family, one.policy) == (family, "nr")]
+    return [(one, dense[one.length]) for one in found]

@@ -1,5 +1,6 @@
 """Figures of the quality page: scores by threshold, and drift over turns."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dasc_jax.analysis.chart import BLUE, GREEN, INK, MUTED, ORANGE, blank, style
-from dasc_jax.evals.quality_cells import ArmKey, Mode, Store
-from dasc_jax.evals.quality_summary import ArmSummary, RandomSummary, View
+from dasc_jax.evals.quality.cells import ArmKey, Mode, Store
+from dasc_jax.evals.quality.summary import ArmSummary, RandomSummary, View
 from dasc_jax.evals.stats import Difference
 
 SERIES: tuple[tuple[Mode, str | None, str, str], ...] = (
@@ -21,15 +22,21 @@ POLICIES = (("nr", BLUE), ("wr", ORANGE), ("int8", GREEN))
 
 
 def draw_sweep(view: View) -> Figure:
-    """A panel for every model and length: paired difference to dense by W_max, 95 % intervals."""
-    columns = min(3, len(view.arms))
-    rows = -(-len(view.arms) // columns)
+    """Paired differences to dense by W_max, 95 % intervals: a row a model, a column a length.
+
+    Of one length alone, a column a model.
+    """
+    models = list(dict.fromkeys(model for model, _ in view.arms))
+    lengths = sorted({length for _, length in view.arms})
+    rows, columns = (len(models), len(lengths)) if len(lengths) > 1 else (1, len(models))
     figure = blank(5.0 * columns, 3.8 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, ((model, length), arms) in zip(panels, view.arms.items(), strict=False):
-        _sweep(axes, arms, view.masks_at(model, length), f"{model}, {length:,} tokens")
-    for axes in panels[len(view.arms) :]:
-        axes.set_visible(False)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey="row").ravel()
+    for axes, place in zip(panels, itertools.product(models, lengths), strict=True):
+        if place in view.arms:
+            title = f"{place[0]}, {place[1]:,} tokens"
+            _sweep(axes, view.arms[place], view.masks_at(*place), title)
+        else:
+            axes.set_visible(False)
     return figure
 
 

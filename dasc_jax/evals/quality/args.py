@@ -11,7 +11,7 @@ from dasc_jax.engine.config import EngineConfig
 from dasc_jax.evals.ruler import SHORT, TASKS
 from dasc_jax.plan import RANDOM_SEEDS
 
-Part = Literal["cold", "sweep", "random", "tables", "drift"]
+Part = Literal["cold", "sweep", "random", "plans", "tables", "drift"]
 
 # The XLA forms are bound by launches on a GPU: a larger step costs hardly more than a small one.
 GPU = EngineConfig(max_running=256, prefill_tokens=8192, prefill_requests=32)
@@ -24,12 +24,15 @@ class QualityArgs:
 
     Parts: cold (RULER without reuse), sweep (dense, nr and wr at every W_max, float32 and int8, on
     prompts that are replayed from the cache), random (count-matched masks in place of the
-    horizons), tables (Tables 1a and 1b), drift (turns of conversations that resume lossily).
-    Results are lines of OUT; the page beside it (.md) and its figures are made from them at the
-    end. A run that was stopped goes on where it stopped; `--parts` with nothing behind it only
-    makes the page.
+    horizons), plans (what thresholds and random masks keep, from the weights alone), tables (Tables
+    1a and 1b), drift (turns of conversations that resume lossily). Results are lines of OUT; the
+    page beside it (.md) and its figures are made from them at the end. A run that was stopped goes
+    on where it stopped. `--parts` with nothing behind it only makes the page; with `--merge` it
+    first brings together what was measured elsewhere.
 
-    Example: reproduce_quality --models checkpoints/kimi-linear-mini --out results/kimi.jsonl
+    Examples:
+        reproduce_quality --models checkpoints/kimi-linear-mini --out results/kimi.jsonl
+        reproduce_quality --parts --merge results/kimi.jsonl results/qwen.jsonl
     """
 
     models: tuple[Path, ...] = (
@@ -37,8 +40,11 @@ class QualityArgs:
         Path("checkpoints/qwen3-next-mini"),
     )
     """Checkpoint directories."""
-    parts: tuple[Part, ...] = ("cold", "sweep", "random", "tables", "drift")
+    parts: tuple[Part, ...] = ("cold", "sweep", "random", "plans", "tables", "drift")
     """What to measure."""
+    merge: tuple[Path, ...] = ()
+    """Files of lines, made by this program for another OUT, that OUT takes in first together with
+    their folders of figures; lines that it has already are left out."""
     tasks: tuple[str, ...] = TASKS
     """RULER's tasks, by its names or the paper's (S1, MK2, QA-H)."""
     lengths: tuple[int, ...] = (1088, 2048, 4096)
@@ -91,6 +97,8 @@ def check(args: QualityArgs) -> None:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be at least 1")
     if unknown := [task for task in args.tasks if task not in task_names()]:
         raise ValueError(f"unknown tasks {', '.join(unknown)}; there are {', '.join(task_names())}")
+    if absent := [str(path) for path in args.merge if not path.exists()]:
+        raise ValueError(f"nothing to merge in {', '.join(absent)}")
     if negative := [w for w in (*args.w_max, *args.drift_w_max) if w < 0]:
         raise ValueError(f"w-max is {negative[0]}; it must be at least 0")
 

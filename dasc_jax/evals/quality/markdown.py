@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from dasc_jax.evals.quality_cells import EXACT, ArmKey
+from dasc_jax.evals.quality.cells import EXACT, ArmKey
 from dasc_jax.evals.stats import Difference, Estimate
 
 NONE = "–"

@@ -22,9 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dasc_jax.analysis import lineage, tables
 from dasc_jax.engine.engine import Engine
 from dasc_jax.evals.arms import Arm
-from dasc_jax.evals.quality_args import QualityArgs, check, sizes, task_names
-from dasc_jax.evals.quality_cells import COLD, EXACT, Cell, Note, Run, Store
-from dasc_jax.evals.quality_measure import (
+from dasc_jax.evals.quality.args import QualityArgs, check, sizes, task_names
+from dasc_jax.evals.quality.cells import COLD, EXACT, Cell, Note, Run, Store
+from dasc_jax.evals.quality.measure import (
     Lines,
     Suite,
     arms_of,
@@ -33,7 +33,9 @@ from dasc_jax.evals.quality_measure import (
     longest_window,
     make_suite,
 )
-from dasc_jax.evals.quality_page import write_page
+from dasc_jax.evals.quality.merge import merge
+from dasc_jax.evals.quality.page import write_page
+from dasc_jax.evals.quality.plans import plan_rows
 from dasc_jax.evals.reuse import Reuse
 from dasc_jax.evals.ruler import TASKS
 from dasc_jax.horizons import retention_horizons
@@ -77,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
             store = Store(args.out)
             command = shlex.join(["scripts/reproduce_quality.py", *words])
             run = Run(machine(), datetime.now(UTC).date().isoformat(), command)
+            for path in args.merge:
+                console.print(f"{path}: {merge(store, path)} new lines", markup=False)
             try:
                 for path in args.models if args.parts else ():
                     study(path, args, store, run, Clock(args.device_budget, begun), console)
@@ -101,22 +105,27 @@ def study(
     """
     model = load(path, args.dtype, Console(stderr=True))
     name = path.resolve().name
-    weights = make_plan(retention_horizons(model), 0).id[:12]
-    for length in args.lengths:
-        store.require(name, length, args.rounds, weights=weights, dtype=args.dtype, n=args.n,
-                      generator_seed=args.seed)  # fmt: skip
-    _ruler(Lines(model, name, weights, run), args, store, clock, console)
+    horizons = retention_horizons(model)
+    if {"cold", "sweep", "random"} & set(args.parts):
+        lines = Lines(model, name, make_plan(horizons, 0).id[:12], run)
+        _ruler(lines, args, store, clock, console)
+    for w_max in args.w_max if "plans" in args.parts else ():
+        if w_max and not any(row["w_max"] == w_max for row in store.noted("plan", name)):
+            store.add([Note("plan", name, plan_rows(horizons, w_max, args.seeds), run)])
     if "tables" in args.parts and not store.noted("table_1b", name):
         clock.check()
-        store.add(_tables(path, name, args))
+        store.add(note._replace(run=run) for note in _tables(path, name, args))
     for w_max in args.drift_w_max if "drift" in args.parts else ():
         if not any(row["w_max"] == w_max for row in store.noted("drift", name)):
             clock.check()
-            store.add(_drift(model, path, name, w_max, args))
+            store.add(note._replace(run=run) for note in _drift(model, path, name, w_max, args))
 
 
 def _ruler(lines: Lines, args: QualityArgs, store: Store, clock: Clock, console: Console) -> None:
     """Cold runs of every length first, then the arms of a length after those of another."""
+    for length in args.lengths:
+        store.require(lines.name, length, args.rounds, weights=lines.weights, dtype=args.dtype,
+                      n=args.n, generator_seed=args.seed)  # fmt: skip
     tokenizer = lines.model.tokenizer
     if tokenizer is None:
         raise ValueError(f"{lines.name} has no tokenizer: RULER's tasks are text")
