@@ -293,7 +293,7 @@ def generate(
     while True:
         position = int(cache.lengths[0])
         chosen = sample(logits[:, -1], sampling_batch([params], [position], 1))
-        out.append(int(chosen.tokens[0]))
+        out.append(int(chosen[0]))
         if len(out) == max_new_tokens or out[-1] in model.config.eos_token_ids:
             return out
         logits, cache = forward(model, np.array([[out[-1]]]), cache)

@@ -16,7 +16,7 @@ from pallas_kernels.chunks import (
     chunk_count,
     chunk_table,
 )
-from pallas_kernels.conv import conv_windows, short_conv_step, whole_conv
+from pallas_kernels.conv import conv_windows, next_windows, short_conv_step, whole_conv
 from pallas_kernels.dispatch import IMPLEMENTATIONS
 from pallas_kernels.gates import gdn_gate, gdn_output, kda_gate, kda_output, l2norm
 from pallas_kernels.ops import (
@@ -24,6 +24,7 @@ from pallas_kernels.ops import (
     delta_prefill,
     delta_step,
     delta_train,
+    expert_mlp,
     grouped_matmul,
     grouped_swiglu,
     paged_attention_decode,
@@ -51,6 +52,7 @@ __all__ = [
     "delta_prefill",
     "delta_step",
     "delta_train",
+    "expert_mlp",
     "gdn_gate",
     "gdn_output",
     "grouped_matmul",
@@ -58,6 +60,7 @@ __all__ = [
     "kda_gate",
     "kda_output",
     "l2norm",
+    "next_windows",
     "paged_attention_decode",
     "paged_attention_prefill",
     "ragged_pack",

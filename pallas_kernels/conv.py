@@ -50,11 +50,17 @@ def conv_windows(
 
 def short_conv_step(
     u: Float[Array, "B C"], weight: Float[Array, "C 4"], window: Float[Array, "B C 3"]
-) -> tuple[Float[Array, "B C"], Float[Array, "B C 3"]]:
-    """One token of each request: (y in u's dtype, the window moved on by one input)."""
+) -> Float[Array, "B C"]:
+    """`short_conv` of one token of each request, in u's dtype."""
     taps = [window[..., j].astype(u.dtype) for j in range(3)] + [u]
-    moved = jnp.concatenate([window[..., 1:], u[..., None].astype(window.dtype)], axis=-1)
-    return _silu_sum(taps, weight), moved
+    return _silu_sum(taps, weight)
+
+
+def next_windows(
+    u: Float[Array, "*rows C"], window: Float[Array, "*rows C 3"]
+) -> Float[Array, "*rows C 3"]:
+    """Windows moved on by one input."""
+    return jnp.concatenate([window[..., 1:], u[..., None].astype(window.dtype)], axis=-1)
 
 
 def _silu_sum(taps: list[jax.Array], weight: jax.Array) -> jax.Array:

@@ -76,6 +76,12 @@ def tiled(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.fori_loop(0, -(-count[0] // at_once), some, y)
 
 
+def tile_list(group_sizes: jax.Array, num_rows: int, rows: int, align: int = 1) -> jax.Array:
+    """`tile_table` as one array [T + 1, 4]: the count, four times, comes last."""
+    count, tiles = tile_table(group_sizes, num_rows, rows, align)
+    return jnp.concatenate([tiles, jnp.broadcast_to(count, (1, 4))])
+
+
 def tile_table(
     group_sizes: jax.Array, num_rows: int, rows: int, align: int = 1
 ) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,16 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from pallas_kernels import chunked, composed, conv, packing, paged_attention, parallel, reference
+from pallas_kernels import (
+    chunked,
+    composed,
+    conv,
+    experts,
+    packing,
+    paged_attention,
+    parallel,
+    reference,
+)
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.dispatch import Implementation, Op, anything
@@ -31,6 +40,8 @@ def _mosaic(module: str, refuses: str, run: str) -> Implementation:
 _DELTA_PREFILL = Op(
     "delta_prefill",
     (
+        _mosaic("kda_prefill", "refuses", "prefill"),
+        _mosaic("gdn_prefill", "refuses", "prefill"),
         Implementation("xla", anything, chunked.prefill),
         Implementation("reference", anything, reference.prefill),
     ),
@@ -72,6 +83,14 @@ _GROUPED_SWIGLU = Op(
         _mosaic("grouped_matmul", "refuses_swiglu", "grouped_swiglu"),
         Implementation("xla", anything, grouped.grouped_swiglu),
         Implementation("reference", anything, grouped.serial_swiglu),
+    ),
+)
+_EXPERT_MLP = Op(
+    "expert_mlp",
+    (
+        _mosaic("experts", "refuses", "run"),
+        Implementation("xla", anything, experts.composed),
+        Implementation("reference", anything, experts.serial),
     ),
 )
 _RAGGED_PACK = Op(
@@ -267,6 +286,26 @@ def grouped_swiglu(
     if w.shape[2] % 2:
         raise ValueError(f"{w.shape[2]} columns are no two halves")
     return _GROUPED_SWIGLU(impl, x, w, group_sizes)
+
+
+def expert_mlp(
+    h: Float[Array, "T D"],
+    gate_up: Float[Array, "E D N"],
+    down: Float[Array, "E I D"],
+    chosen: Int32[Array, "T top"],
+    *,
+    impl: str = "auto",
+) -> Float[Array, "T top D"]:
+    """What each token's chosen experts make of it: down(silu(h @ gate) * (h @ up)), in h's dtype.
+
+    A choice of E or more is no expert: zeros. See `grouped_swiglu` and `grouped_matmul`.
+
+    Raises:
+        ValueError: unknown `impl`, or matrices that do not belong together.
+    """
+    if gate_up.shape[2] != 2 * down.shape[1]:
+        raise ValueError(f"{gate_up.shape[2]} columns are no two halves of {down.shape[1]}")
+    return _EXPERT_MLP(impl, h, gate_up, down, chosen)
 
 
 def ragged_pack(

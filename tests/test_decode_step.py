@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from dasc_jax.models import abstract_params
-from dasc_jax.programs.decode_step import Args, bench, shortened, step_bytes, tables
-from dasc_jax.programs.step_profile import large_copies, origins, part, shares
+from dasc_jax.programs.decode_size import shortened, step_bytes
+from dasc_jax.programs.decode_step import (
+    Args,
+    Failure,
+    StepTime,
+    bench,
+    options,
+    tables,
+)
+from dasc_jax.programs.step_profile import large_copies, longest, origins, part, shares
 from dasc_jax.programs.synthetic import device_params, device_state, uniform
 from dasc_jax.published import published_config
 from tests.engines import MODELS, golden_model
@@ -17,13 +25,35 @@ from tests.engines import MODELS, golden_model
 @pytest.mark.parametrize("family", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)])
 def test_a_small_model_runs_end_to_end(family: str):
     config = replace(golden_model(family).config, dtype="bfloat16", max_context=1024)
-    args = Args(batches=(2,), context=100, max_context=256, steps=4)
+    args = Args(batches=(1,), context=100, max_context=256, steps=4)
     (took,) = bench(config, args)
-    assert took.batch == 2
+    assert isinstance(took, StepTime), took
+    assert took.batch == 1
     assert 0 < took.dispatch_ms <= took.ms and took.synced_ms > 0
     assert took.temporaries > 0 and took.copied == 0
-    assert math.isnan(took.kernel_ms) and took.parts == ()
+    assert math.isnan(took.kernel_ms) and took.parts == took.longest == ()
     assert len(list(tables(took))) == 1
+
+
+def test_a_variant_that_cannot_be_compiled_does_not_stop_the_others():
+    config = replace(golden_model(MODELS[0]).config, max_context=1024)
+    variants = ("xla_no_such_option=1", "xla_gpu_graph_min_graph_size=1")
+    args = Args(batches=(2,), variants=variants, context=100, max_context=256, steps=2)
+    refused, took = bench(config, args)
+    assert isinstance(refused, Failure) and "xla_no_such_option" in refused.error
+    assert isinstance(took, StepTime) and took.variant == variants[1]
+
+
+def test_variants_name_options_of_xla_beside_the_engines():
+    engines = options("engine")
+    assert options("a=1;b=FUSION,CUBLAS;c=false;d=") == engines | {
+        "a": 1,
+        "b": "FUSION,CUBLAS",
+        "c": False,
+        "d": "",
+    }
+    with pytest.raises(ValueError, match="'a' is no NAME=VALUE"):
+        options("a")
 
 
 def test_steps_that_do_not_fit_the_page_table_are_refused():
@@ -85,6 +115,8 @@ def test_a_kernel_leads_back_to_the_part_of_the_model_that_asked_for_it():
     assert part("nvjet_tst_64x8", found) == "matrix products of libraries"
     assert part("grouped_matmul_mosaic_gpu", found) == "experts"
     assert part("memset", found) == "other"
+    spent = longest([("loop_fusion_3", 1.0), ("loop_fusion_12", 3.0), ("gemm_4_impl", 2.0)], 2)
+    assert spent == (("loop_fusion", 2.0, 1.0), ("gemm_impl", 1.0, 0.5))
     rows = shares([("nvjet", 1.0), (kernel, 4.0), ("nvjet", 1.0)], 2, found)
     assert [(row.part, row.ms, row.kernels) for row in rows] == [
         ("sampling", 2.0, 0.5),

@@ -190,12 +190,12 @@ def test_a_late_compilation_is_counted_or_refused(caplog):
     made = tiny_engine(strict_compile=False, max_running=1)
     executables = made.loop.device.executables
     expected = made.generate([ask("a")])[0].tokens
-    del executables.compiled["decode", 1]
+    del executables.compiled["decode", 2]
     assert made.generate([ask("b")])[0].tokens == expected
     assert made.stats()["compiled_after_warmup"] == 1
     assert "after warm-up" in caplog.text
     executables.strict = True
-    del executables.compiled["decode", 1]
+    del executables.compiled["decode", 2]
     with pytest.raises(RuntimeError, match="the engine has failed") as failed:
         made.generate([ask("c")])
     assert "was not compiled at warm-up" in str(failed.value.__cause__)

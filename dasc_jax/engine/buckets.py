@@ -41,12 +41,16 @@ def _prefill_bucket(config: EngineConfig, tokens: int) -> PrefillBucket:
 
 
 def decode_buckets(config: EngineConfig) -> list[int]:
-    """Batch sizes 1, 2, 4, ... up to `max_running`, ascending."""
-    sizes, size = [], 1
+    """Batch sizes 2, 4, 8, ... up to `max_running`, ascending.
+
+    None of a single row: XLA turns its matrix products into elementwise ones, which on a GPU it
+    writes out, weights and all, before it sums them.
+    """
+    sizes, size = [], 2
     while size < config.max_running:
         sizes.append(size)
         size *= 2
-    return [*sizes, config.max_running]
+    return [*sizes, max(config.max_running, 2)]
 
 
 def smallest(buckets: Iterable[Any], need: int, size: Callable[[Any], int]) -> Any:

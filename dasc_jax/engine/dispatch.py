@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from dasc_jax.checkpoint_state import CheckpointPool, init_pool
 from dasc_jax.engine.buckets import Executables, abstract, decode_buckets, prefill_buckets, smallest
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.request import SamplingParams
-from dasc_jax.engine.sampling import Sampled, SamplingBatch, Scores, sampling_batch
-from dasc_jax.engine.step import Memory, checkpoint_steps, model_steps, repack
+from dasc_jax.engine.sampling import Sampled, Scores, log_probabilities, sample, sampling_batch
+from dasc_jax.engine.step import COMPILER_OPTIONS, Memory, checkpoint_steps, model_steps, repack
 from dasc_jax.layout import Quantization
 from dasc_jax.model import Model, init_recurrent
-from dasc_jax.models import DecodeBatch, PrefillBatch, State, init_pages
+from dasc_jax.models import PrefillBatch, State, init_pages
 from dasc_jax.models.packing import PrefillBucket, Segment, pack_segments, page_rows
 from dasc_jax.plan import SelectionPlan
 
@@ -51,6 +52,7 @@ class Device:
         self._prefill = jax.jit(steps.prefill, donate_argnums=0)
         self._decode = jax.jit(steps.decode, donate_argnums=0)
         self._score = jax.jit(steps.score)
+        self._sample, self._logprobs = jax.jit(sample), jax.jit(log_probabilities)
         self._forms: dict[tuple[str, Quantization], dict[tuple[str, Any], Any]] = {}
         self.memory = Memory(state, self._choose(plan, config.dasc.quantization))
 
@@ -76,11 +78,13 @@ class Device:
         jobs: dict[tuple[str, Any], Callable[[], Any]] = {}
         for bucket in self.prefill_buckets:
             batch = pack_segments([], [], [], self.keep, bucket)
-            rows = sampling_batch([], [], bucket.rows)
-            jobs["prefill", bucket] = partial(self._compile_prefill, batch, rows)
+            jobs["prefill", bucket] = partial(self._compile_prefill, batch)
             jobs["score", bucket.tokens] = partial(self._compile_score, bucket.tokens)
         for size in self.decode_buckets:
-            jobs["decode", size] = partial(self._compile_decode, *self._decode_arrays([], size))
+            jobs["decode", size] = partial(self._compile_decode, self._decode_rows([], size))
+        for rows in {*self.decode_buckets, *(bucket.rows for bucket in self.prefill_buckets)}:
+            jobs["sample", rows] = partial(self._compile_sample, rows)
+            jobs["logprobs", rows] = partial(self._compile_logprobs, rows)
         self.executables.warm(jobs | self._checkpoint_jobs(), progress)
 
     def _checkpoint_jobs(self) -> dict[tuple[str, Any], Callable[[], Any]]:
@@ -133,16 +137,32 @@ class Device:
         tokens = sum(len(s.tokens) for s in segments)
         bucket: PrefillBucket = smallest(self.prefill_buckets, tokens, lambda b: b.tokens)
         batch = pack_segments(segments, boundaries, rows, self.keep, bucket)
-        args = (batch, sampling_batch(sampling, positions, bucket.rows))
-        run = self.executables.get(("prefill", bucket), partial(self._compile_prefill, *args))
-        state, out, states, hidden = run(self.memory.state, self.model.params, *on_device(args))
+        run = self.executables.get(("prefill", bucket), partial(self._compile_prefill, batch))
+        state, out, states, hidden = run(self.memory.state, self.model.params, on_device(batch))
         self.memory = self.memory._replace(state=state)
         if any(store_slots):
             count = bucket.boundaries
             run = self.executables.get(("store", count), partial(self._compile_store, count))
             slots = on_device(_filled(store_slots, count))
             self.memory = self.memory._replace(pool=run(self.memory.pool, states, slots))
-        return out, hidden
+        return self._sampled(out, sampling, positions), hidden
+
+    def _sampled(
+        self, out: Sampled, sampling: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> Sampled:
+        """The tokens drawn where one is to be drawn: greedy batches need nothing behind a step."""
+        if not any(params.temperature > 0 for params in sampling):
+            return out
+        rows = out.logits.shape[0]
+        run = self.executables.get(("sample", rows), partial(self._compile_sample, rows))
+        batch = on_device(sampling_batch(sampling, positions, rows))
+        return out._replace(tokens=run(out.logits, batch))
+
+    def logprobs(self, out: Sampled) -> Float32[np.ndarray, "R vocab"]:
+        """Log-probabilities behind sampled rows, on the host."""
+        rows = out.logits.shape[0]
+        run = self.executables.get(("logprobs", rows), partial(self._compile_logprobs, rows))
+        return np.asarray(run(out.logits))
 
     def score(self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]) -> Scores:
         """How likely `targets[i]` is behind packed token `rows[i]` of a prefill; host arrays.
@@ -165,11 +185,11 @@ class Device:
     ) -> Sampled:
         """Run rows of (token, its position, slot, pages, sampling); samples the next position."""
         size = smallest(self.decode_buckets, len(rows), lambda b: b)
-        args = self._decode_arrays(rows, size)
-        run = self.executables.get(("decode", size), partial(self._compile_decode, *args))
-        state, out = run(self.memory.state, self.model.params, *on_device(args))
+        packed = self._decode_rows(rows, size)
+        run = self.executables.get(("decode", size), partial(self._compile_decode, packed))
+        state, out = run(self.memory.state, self.model.params, on_device(packed))
         self.memory = self.memory._replace(state=state)
-        return out
+        return self._sampled(out, [row[4] for row in rows], [row[1] + 1 for row in rows])
 
     def load(self, checkpoints: Sequence[int], slots: Sequence[int]) -> None:
         """Unpack checkpoints into active slots, a few at a time."""
@@ -183,33 +203,44 @@ class Device:
             state = run(self.memory.state, self.memory.pool, *on_device(args))
             self.memory = self.memory._replace(state=state)
 
-    def _decode_arrays(
+    def _decode_rows(
         self, rows: Sequence[tuple[int, int, int, Sequence[int], SamplingParams]], size: int
-    ) -> tuple[DecodeBatch, SamplingBatch]:
-        tokens, positions, slots = (np.zeros(size, np.int32) for _ in range(3))
+    ) -> Int32[np.ndarray, "B C"]:
+        """All that a step reads of the host in one array: every array is a transfer of its own."""
+        packed = np.zeros((size, 3 + self.config.context_pages), np.int32)
         for at, row in enumerate(rows):
-            tokens[at], positions[at], slots[at] = row[:3]
-        table = page_rows([row[3] for row in rows], size, self.config.context_pages)
-        sampling = sampling_batch([row[4] for row in rows], [row[1] + 1 for row in rows], size)
-        return DecodeBatch(tokens, positions, slots, table), sampling
+            packed[at, :3] = row[:3]
+        packed[:, 3:] = page_rows([row[3] for row in rows], size, self.config.context_pages)
+        return packed
 
-    def _compile_prefill(self, batch: PrefillBatch, rows: SamplingBatch) -> Any:
-        args = abstract((self.memory.state, self.model.params, batch, rows))
-        return self._prefill.lower(*args).compile()
+    def _compile_prefill(self, batch: PrefillBatch) -> Any:
+        args = abstract((self.memory.state, self.model.params, batch))
+        return self._prefill.lower(*args).compile(COMPILER_OPTIONS)
+
+    def _compile_sample(self, rows: int) -> Any:
+        args = self._abstract_logits(rows), abstract(sampling_batch([], [], rows))
+        return self._sample.lower(*args).compile()
+
+    def _compile_logprobs(self, rows: int) -> Any:
+        return self._logprobs.lower(self._abstract_logits(rows)).compile()
+
+    def _abstract_logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32)
 
     def _compile_score(self, tokens: int) -> Any:
         shape, dtype = (tokens, self.model.config.hidden_size), jnp.dtype(self.model.dtype)
         hidden, row = jax.ShapeDtypeStruct(shape, dtype), np.zeros(SCORED, np.int32)
-        return self._score.lower(*abstract((self.model.params, hidden, row, row))).compile()
+        args = abstract((self.model.params, hidden, row, row))
+        return self._score.lower(*args).compile(COMPILER_OPTIONS)
 
     def _compile_store(self, count: int) -> Any:
         states = jax.eval_shape(partial(init_recurrent, self.model.config, count, self.model.dtype))
         args = abstract((self.memory.pool, states, np.zeros(count, np.int32)))
         return self._store.lower(*args).compile()
 
-    def _compile_decode(self, batch: DecodeBatch, rows: SamplingBatch) -> Any:
-        args = abstract((self.memory.state, self.model.params, batch, rows))
-        return self._decode.lower(*args).compile()
+    def _compile_decode(self, rows: np.ndarray) -> Any:
+        args = abstract((self.memory.state, self.model.params, rows))
+        return self._decode.lower(*args).compile(COMPILER_OPTIONS)
 
     def _compile_load(self, checkpoints: np.ndarray, slots: np.ndarray) -> Any:
         args = abstract((self.memory.state, self.memory.pool, checkpoints, slots))

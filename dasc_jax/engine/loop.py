@@ -218,7 +218,7 @@ class Loop:
         """Hand sampled tokens to their requests and end those that are complete."""
         tokens = np.asarray(out.tokens)
         wanted = any(active.request.sampling.logprobs is not None for _, active in rows)
-        logprobs = np.asarray(out.logprobs) if wanted else None
+        logprobs = self.device.logprobs(out) if wanted else None
         now = time.perf_counter()
         for row, active in rows:
             token, chosen, top = int(tokens[row]), None, None

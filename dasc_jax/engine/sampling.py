@@ -27,10 +27,10 @@ class SamplingBatch(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Chosen tokens and the log-probabilities of the unmodified distribution."""
+    """Chosen tokens and what they were chosen from."""
 
     tokens: Int32[Array, "B"]
-    logprobs: Float32[Array, "B vocab"]
+    logits: Float32[Array, "B vocab"]
 
 
 class Scores(NamedTuple):
@@ -76,7 +76,13 @@ def _restrict(scaled: Float32[Array, "B vocab"], batch: SamplingBatch) -> Float3
     return jnp.where(scaled >= lowest, scaled, -jnp.inf)
 
 
-def _draw(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Int32[Array, "B"]:
+def greedy(logits: Float32[Array, "B vocab"]) -> Int32[Array, "B"]:
+    """The most likely token of each row."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def sample(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Int32[Array, "B"]:
+    """One token a row. Rows with temperature 0 take the most likely one, as `greedy` does."""
     scaled = logits / jnp.maximum(batch.temperature, 1e-6)[:, None]
     limited = jnp.any((batch.top_k > 0) | (batch.top_p < 1.0))
     scaled = jax.lax.cond(limited, lambda s: _restrict(s, batch), lambda s: s, scaled)
@@ -86,19 +92,17 @@ def _draw(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Int32[Arra
         return jax.random.gumbel(key, scaled.shape[-1:], jnp.float32)
 
     drawn = jnp.argmax(scaled + jax.vmap(noise)(batch.seed, batch.position), axis=-1)
-    return jnp.where(batch.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return jnp.where(batch.temperature > 0, drawn.astype(jnp.int32), greedy(logits))
 
 
-def sample(logits: Float32[Array, "B vocab"], batch: SamplingBatch) -> Sampled:
-    """One token a row. Rows with temperature 0 take the most likely token."""
-    greedy = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)  # noqa: E731
-    tokens = jax.lax.cond(jnp.any(batch.temperature > 0), lambda x: _draw(x, batch), greedy, logits)
-    return Sampled(tokens, jax.nn.log_softmax(logits, axis=-1))
+def log_probabilities(logits: Float32[Array, "B vocab"]) -> Float32[Array, "B vocab"]:
+    """Of the unmodified distribution."""
+    return jax.nn.log_softmax(logits, axis=-1)
 
 
 def score(logits: Float32[Array, "R vocab"], targets: Int32[Array, "R"]) -> Scores:
     """Log-probability of one given token a row, and the row's most likely tokens, best first."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = log_probabilities(logits)
     chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
     top, tokens = jax.lax.top_k(logprobs, min(MOST_PROMPT_LOGPROBS, logits.shape[-1]))
     return Scores(chosen, top, tokens.astype(jnp.int32))

@@ -13,10 +13,14 @@ from jaxtyping import Array, Float, Int32
 
 from dasc_jax.checkpoint_state import CheckpointPool, load, restore, store
 from dasc_jax.config import ModelConfig
-from dasc_jax.engine.sampling import Sampled, SamplingBatch, Scores, sample, score
+from dasc_jax.engine.sampling import Sampled, Scores, greedy, score
 from dasc_jax.models import DecodeBatch, Params, PrefillBatch, State, functions, merge
 from dasc_jax.plan import SelectionPlan
 from dasc_jax.types import RecurrentState
+
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""For steps of a model: XLA would concatenate weights of products that share their left side, which
+on a GPU means to copy them in every step."""
 
 
 class Memory(NamedTuple):
@@ -27,17 +31,17 @@ class Memory(NamedTuple):
 
 
 class ModelSteps(NamedTuple):
-    """The device functions of one model.
+    """The device functions of one model; both steps choose the most likely tokens.
 
     Prefill also returns the states at wanted boundaries, and what `score` makes the logits of other
     rows from.
     """
 
     prefill: Callable[
-        [State, Params, PrefillBatch, SamplingBatch],
+        [State, Params, PrefillBatch],
         tuple[State, Sampled, RecurrentState, jax.Array],
     ]
-    decode: Callable[[State, Params, DecodeBatch, SamplingBatch], tuple[State, Sampled]]
+    decode: Callable[[State, Params, jax.Array], tuple[State, Sampled]]
     score: Callable[[Params, jax.Array, jax.Array, jax.Array], Scores]
 
 
@@ -53,18 +57,17 @@ def model_steps(config: ModelConfig, dtype: str) -> ModelSteps:
     model = functions(config, dtype)
 
     def prefill(
-        state: State, params: Params, batch: PrefillBatch, sampling: SamplingBatch
+        state: State, params: Params, batch: PrefillBatch
     ) -> tuple[State, Sampled, RecurrentState, Float[Array, "T D"]]:
         """Run packed prompt tokens."""
         state, out = model.prefill(params, state, batch)
-        return state, sample(out.logits, sampling), out.boundary, out.hidden
+        return state, Sampled(greedy(out.logits), out.logits), out.boundary, out.hidden
 
-    def decode(
-        state: State, params: Params, batch: DecodeBatch, sampling: SamplingBatch
-    ) -> tuple[State, Sampled]:
-        """One token of every request of the batch."""
+    def decode(state: State, params: Params, rows: Int32[Array, "B C"]) -> tuple[State, Sampled]:
+        """One token of every request, a row of (token, position, slot, *pages) each."""
+        batch = DecodeBatch(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3:])
         state, logits = model.decode(params, state, batch)
-        return state, sample(logits, sampling)
+        return state, Sampled(greedy(logits), logits)
 
     def score_rows(
         params: Params,

@@ -145,12 +145,13 @@ class DeltaMixer(nnx.Module):
 
     def decode(
         self, h: Float[Array, "B D"], state: RecurrentState, batch: DecodeBatch
-    ) -> tuple[Float[Array, "B D"], RecurrentState]:
-        """Mix one token of each request, its state read and written in place."""
-        at, slots = self.layer, jnp.asarray(batch.slots)
-        y, window = short_conv_step(
-            self._conv_input(h), self.conv.weight[...], state.conv[at, slots]
-        )
+    ) -> tuple[Float[Array, "B D"], Float32[Array, "L S H K V"], Float[Array, "B C"]]:
+        """Mix one token of each request, its temporal state read and written in place.
+
+        Returns (y, the temporal states, what the convolution windows move on by).
+        """
+        at, slots, u = self.layer, jnp.asarray(batch.slots), self._conv_input(h)
+        y = short_conv_step(u, self.conv.weight[...], state.conv[at, slots])
         temporal, o = delta_step(
             y,
             self.decay.raw(h),
@@ -164,8 +165,7 @@ class DeltaMixer(nnx.Module):
             layer=at,
             eps=self.o_norm.eps,
         )
-        conv = state.conv.at[at, slots].set(window)
-        return self.o_proj(o.reshape(h.shape[0], -1)), RecurrentState(temporal, conv)
+        return self.o_proj(o.reshape(h.shape[0], -1)), temporal, u
 
     def train_forward(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Mix whole sequences from a zero state; differentiable."""

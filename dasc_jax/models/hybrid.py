@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dasc_jax.config import ModelConfig
 from dasc_jax.models.attention import Attend, PagedMixer
@@ -16,6 +16,8 @@ from dasc_jax.models.batch import DecodeBatch, PrefillBatch, PrefillOut, State, 
 from dasc_jax.models.delta import DeltaMixer
 from dasc_jax.models.layers import Embedding, FeedForward, Linear, rms_norm
 from dasc_jax.models.moe import MoE
+from dasc_jax.types import RecurrentState
+from pallas_kernels import next_windows
 
 
 class Block(nnx.Module):
@@ -35,6 +37,11 @@ class Block(nnx.Module):
         )
         self.post_norm = rms_norm(width, eps, dtype, zero_centred=centred)
         self.ffn = _feed_forward(config, index, dtype)
+
+    def feed(self, x: Float[Array, "T D"], live: Bool[Array, "T"]) -> Float[Array, "T D"]:
+        """The feed-forward of the normed stream; tokens that are not `live` reach no expert."""
+        h = self.post_norm(x)
+        return self.ffn(h, live) if isinstance(self.ffn, MoE) else self.ffn(h)
 
 
 def _feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MoE | FeedForward:
@@ -90,6 +97,7 @@ class HybridModel(nnx.Module):
         """Run packed prompt tokens; logits of `batch.rows` and states at the wanted boundaries."""
         recurrent, pages = state
         x = self.embed(batch.tokens)
+        live = jnp.arange(x.shape[0], dtype=jnp.int32) < batch.table.cu_seqlens[-1]
         temporal, conv = [], []
         for block in self.layers:
             h, mixer = block.input_norm(x), block.mixer
@@ -100,22 +108,27 @@ class HybridModel(nnx.Module):
             else:
                 y, pages = mixer.prefill(h, pages, batch)
             x = x + y
-            x = x + block.ffn(block.post_norm(x))
+            x = x + block.feed(x, live)
         out = PrefillOut(self.logits(x[batch.rows]), stack_boundaries(temporal, conv), x)
         return State(recurrent, pages), out
 
     def decode(self, state: State, batch: DecodeBatch) -> tuple[State, Float32[Array, "B vocab"]]:
         """One token of each request; logits of the next."""
-        recurrent, pages = state
-        x = self.embed(batch.tokens)
+        (temporal, conv), pages = state
+        x, live = self.embed(batch.tokens), jnp.asarray(batch.slots) > 0
+        moved_by = []
         for block in self.layers:
             h, mixer = block.input_norm(x), block.mixer
             if isinstance(mixer, DeltaMixer):
-                y, recurrent = mixer.decode(h, recurrent, batch)
+                y, temporal, u = mixer.decode(h, RecurrentState(temporal, conv), batch)
+                moved_by.append(u)
             else:
                 y, pages = mixer.decode(h, pages, batch)
             x = x + y
-            x = x + block.ffn(block.post_norm(x))
+            x = x + block.feed(x, live)
+        # All windows at once, behind their last reader: layer by layer, XLA copies the pool.
+        windows = next_windows(jnp.stack(moved_by), conv[:, batch.slots])
+        recurrent = RecurrentState(temporal, conv.at[:, batch.slots].set(windows))
         return State(recurrent, pages), self.logits(x)
 
     def train_forward(self, tokens: Int32[Array, "B T"], attend: Attend) -> TrainOut:

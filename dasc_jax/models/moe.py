@@ -3,14 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dasc_jax.config import MoEConfig
 from dasc_jax.models.layers import FeedForward, Linear
-from pallas_kernels import grouped_matmul, grouped_swiglu
-
-# Up to here, comparing every pair of choices is faster than sorting them.
-_FEW_CHOICES = 1024
+from pallas_kernels import expert_mlp
 
 
 class Router(nnx.Module):
@@ -55,7 +52,9 @@ class Router(nnx.Module):
 
     def _scores(self, h: Float[Array, "T D"]) -> Float32[Array, "T E"]:
         kernel = self.kernel[...]
-        logits = (h.astype(kernel.dtype) @ kernel).astype(jnp.float32)
+        # A GPU would round float32 to TF32, and so change which experts are chosen.
+        logits = jnp.matmul(h.astype(kernel.dtype), kernel, precision="highest")
+        logits = logits.astype(jnp.float32)
         act = jax.nn.sigmoid if self.config.scoring == "sigmoid" else jax.nn.softmax
         return act(logits)
 
@@ -85,12 +84,7 @@ class Experts(nnx.Module):
         weights: Float32[Array, "T top"],
         chosen: Int32[Array, "T top"],
     ) -> Float32[Array, "T D"]:
-        tokens, top = chosen.shape
-        order, place, sizes = by_expert(chosen.reshape(-1), self.down.shape[0])
-        inner = grouped_swiglu(h[order // top], self.gate_up[...], sizes)
-        sorted_out = grouped_matmul(inner, self.down[...], sizes)
-        # A gather, not a scatter-add: the sum over a token's experts keeps a fixed order.
-        out = sorted_out[place].reshape(tokens, top, -1)
+        out = expert_mlp(h, self.gate_up[...], self.down[...], chosen)
         return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
 
     def train_forward(
@@ -107,27 +101,6 @@ class Experts(nnx.Module):
         return jnp.einsum("tei,eid->td", inner, self.down[...], preferred_element_type=jnp.float32)
 
 
-def by_expert(
-    chosen: Int32[Array, "M"], experts: int
-) -> tuple[Int32[Array, "M"], Int32[Array, "M"], Int32[Array, "E"]]:
-    """Choices sorted by expert, in a stable order: (order, place, sizes).
-
-    Row r of the sorted ones is choice `order[r]`, choice i is row `place[i]`, and expert e has
-    `sizes[e]` rows.
-    """
-    index = jnp.arange(chosen.shape[0], dtype=jnp.int32)
-    of_expert = chosen[:, None] == jnp.arange(experts, dtype=jnp.int32)
-    sizes = jnp.sum(of_expert, axis=0, dtype=jnp.int32)
-    if chosen.shape[0] > _FEW_CHOICES:
-        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-        return order, jnp.zeros_like(index).at[order].set(index, unique_indices=True), sizes
-    mine, other = chosen[:, None], chosen[None, :]
-    first = (other < mine) | ((other == mine) & (index[None, :] < index[:, None]))
-    place = jnp.sum(first, axis=1, dtype=jnp.int32)
-    order = jnp.sum(jnp.where(place == index[:, None], index, 0), axis=1, dtype=jnp.int32)
-    return order, place, sizes
-
-
 class MoE(nnx.Module):
     """Routed experts plus the shared expert (with a sigmoid gate of its own in Qwen3-Next)."""
 
@@ -139,8 +112,13 @@ class MoE(nnx.Module):
         if config.shared_gate:
             self.shared_gate = Linear(width, 1, dtype)
 
-    def __call__(self, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(
+        self, h: Float[Array, "T D"], live: Bool[Array, "T"] | None = None
+    ) -> Float[Array, "T D"]:
+        """Tokens that are not `live` reach no routed expert; None: all do."""
         weights, chosen = self.router(h)
+        if live is not None:
+            chosen = jnp.where(live[:, None], chosen, self.router.config.num_experts)
         return self._with_shared(h, self.experts(h, weights, chosen))
 
     def train_forward(

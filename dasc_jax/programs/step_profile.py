@@ -20,9 +20,9 @@ PARTS: tuple[tuple[str, str], ...] = (
     (r"paged_attention|attend|attention|mla", "attention"),
     (r"PagedMixer\.|LatentAttention\.|GatedAttention\.", "attention projections"),
     (r"delta_decode|delta", "delta rule"),
-    (r"short_conv", "short convolution"),
+    (r"short_conv|next_windows", "short convolution"),
     (r"DeltaMixer\.", "delta projections, gates and norms"),
-    (r"sample", "sampling"),
+    (r"sample|greedy", "sampling"),
     (r"HybridModel\.logits|Embedding\.", "embedding and logits"),
     (r"HybridModel\.|RMSNorm|normalise", "residual stream and norms"),
 )
@@ -103,7 +103,7 @@ def _chain(frames: Mapping[int, tuple[str, int]], frame: int) -> str:
 
 def part(kernel: str, found: Mapping[str, str]) -> str:
     """The part of the model a kernel belongs to."""
-    frames = found.get(kernel)
+    frames = found.get(kernel, found.get(kernel.removesuffix("_impl")))
     if frames is None and LIBRARY.search(kernel):
         return "matrix products of libraries"
     for pattern, name in PARTS:
@@ -126,3 +126,14 @@ def shares(
         count = sum(map(len, kernels.values())) / steps
         rows.append(Share(name, total, count, tuple(largest[:3])))
     return sorted(rows, key=lambda row: -row.ms)
+
+
+def longest(
+    launched: Iterable[tuple[str, float]], steps: int, most: int = 40
+) -> tuple[tuple[str, float, float], ...]:
+    """The kernels that take most of a step: (name, milliseconds, how many)."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for kernel, ms in launched:
+        spent[re.sub(r"(_\d+)+(?=(_impl)?$)", "", kernel)].append(ms)
+    rows = [(name, sum(each) / steps, len(each) / steps) for name, each in spent.items()]
+    return tuple(sorted(rows, key=lambda row: -row[1])[:most])

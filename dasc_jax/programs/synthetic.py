@@ -41,13 +41,18 @@ def _parameter(config: ModelConfig, path: str, spec: jax.ShapeDtypeStruct, seed:
     return uniform(spec, seed, math.sqrt(3.0) * spread)
 
 
-def device_state(config: ModelConfig, dtype: str, slots: int, pages: int) -> State:
-    """Random recurrent states and attention pages; the sinks hold noise too, nothing reads them."""
-    specs = jax.eval_shape(
+def state_specs(config: ModelConfig, dtype: str, slots: int, pages: int) -> State:
+    """Shapes and dtypes of recurrent states and attention pages."""
+    return jax.eval_shape(
         lambda: State(
             init_recurrent(config, slots, dtype), init_pages(config, pages, jnp.dtype(dtype))
         )
     )
+
+
+def device_state(config: ModelConfig, dtype: str, slots: int, pages: int) -> State:
+    """Random recurrent states and attention pages; the sinks hold noise too, nothing reads them."""
+    specs = state_specs(config, dtype, slots, pages)
     temporal, conv = specs.recurrent
     return State(
         RecurrentState(uniform(temporal, 1, 0.1), uniform(conv, 2, 1.0)),

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul import tile_table
+from pallas_kernels.grouped_matmul import tile_list
 from pallas_kernels.mgpu.common import LANE, no_hopper
 
 _SMS = 132  # of an H100 SXM or H200; another number is as correct, and less balanced
@@ -33,7 +33,7 @@ _SWIZZLED = (
     plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
-_ALIGNED = 8  # rows that a swizzled copy moves together
+ALIGNED = 8  # rows that a swizzled copy moves together
 _STORED = 64  # columns of y that a warpgroup stores at a time
 # exp of SiLU within 2 ulp of float32: the result is bfloat16.
 _PARAMS = dataclasses.replace(LANE, approx_math=True)
@@ -62,7 +62,7 @@ class Tiling:
     def shared_bytes(self, parts: int) -> int:
         """Shared memory of a block that multiplies by `parts` matrices at once."""
         operands = self.stages * self.depth * (self.rows + parts * self.width)
-        return 2 * (operands + self.warpgroups * (self.rows + 2 * _ALIGNED) * _STORED)
+        return 2 * (operands + self.warpgroups * (self.rows + 2 * ALIGNED) * _STORED)
 
     def misfit(self, inner: int, outputs: int, parts: int) -> str | None:
         """Why it cannot compute `outputs` columns over `inner`, or None."""
@@ -129,7 +129,7 @@ def grouped_matmul(
     interpret: Any = False,
 ) -> jax.Array:
     """x [M, K] @ w [G, K, N] of each row's group, bfloat16; see `ops.grouped_matmul`."""
-    return _launch(x, w, group_sizes, 1, tiling, interpret)
+    return _grouped(x, w, group_sizes, 1, tiling, interpret)
 
 
 def grouped_swiglu(
@@ -141,10 +141,10 @@ def grouped_swiglu(
     interpret: Any = False,
 ) -> jax.Array:
     """silu(x @ gate) * (x @ up), w [G, K, 2I] holding gate, then up; see `ops.grouped_swiglu`."""
-    return _launch(x, w, group_sizes, 2, tiling, interpret)
+    return _grouped(x, w, group_sizes, 2, tiling, interpret)
 
 
-def _launch(
+def _grouped(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
@@ -152,16 +152,27 @@ def _launch(
     tiling: Tiling | None,
     interpret: Any,
 ) -> jax.Array:
-    (num_rows, inner), (groups, _, width) = x.shape, w.shape
-    outputs = width // parts
-    t = tiling or default_tiling(num_rows, groups, inner, outputs, parts)
-    if problem := t.misfit(inner, outputs, parts):
+    num_rows, (groups, inner, width) = x.shape[0], w.shape
+    t = tiling or default_tiling(num_rows, groups, inner, width // parts, parts)
+    if problem := t.misfit(inner, width // parts, parts):
         raise ValueError(problem)
     if num_rows == 0:
-        return jnp.zeros((0, outputs), x.dtype)
-    count, tiles = tile_table(group_sizes, num_rows, t.rows, _ALIGNED)
+        return jnp.zeros((0, width // parts), x.dtype)
+    tiles = tile_list(group_sizes, num_rows, t.rows, ALIGNED)
+    return over_tiles(x, w, tiles, parts, t, interpret)
+
+
+def over_tiles(
+    x: jax.Array, w: jax.Array, tiles: jax.Array, parts: int, t: Tiling, interpret: Any
+) -> jax.Array:
+    """The product (`parts` 1) or the SiLU-gated one (2) over a table of tiles of `t.rows` rows.
+
+    `tiles` is what `tile_list` makes, its first rows multiples of `ALIGNED`, or lists the same
+    tiles in another order. `t` fits the matrices (`Tiling.misfit`).
+    """
+    num_rows, outputs = x.shape[0], w.shape[2] // parts
     # Copies take arrays of at least a tile, and swizzled ones whole groups of 8 rows.
-    long = pl.cdiv(max(t.rows, num_rows), _ALIGNED) * _ALIGNED
+    long = pl.cdiv(max(t.rows, num_rows), ALIGNED) * ALIGNED
     x = jnp.pad(x, ((0, long - num_rows), (0, 0)))
     kernel = plgpu.kernel(
         partial(_kernel, t=t, parts=parts),
@@ -173,8 +184,9 @@ def _launch(
         scratch_types=_scratch(t, parts, x.dtype),
         compiler_params=_PARAMS,
         interpret=interpret,
+        kernel_name="grouped_swiglu" if parts == 2 else "grouped_matmul",
     )
-    return kernel(count, tiles, x, w)[:num_rows]
+    return kernel(tiles, x, w)[:num_rows]
 
 
 def _scratch(t: Tiling, parts: int, dtype: Any) -> dict[str, Any]:
@@ -183,17 +195,17 @@ def _scratch(t: Tiling, parts: int, dtype: Any) -> dict[str, Any]:
         "x_steps": plgpu.SMEM((t.stages, t.rows, t.depth), dtype, transforms=_SWIZZLED),
         "w_steps": plgpu.SMEM((t.stages, slices, t.depth, t.columns), dtype, transforms=_SWIZZLED),
         "y_tiles": plgpu.SMEM((t.warpgroups, t.rows, _STORED), dtype, transforms=_SWIZZLED),
-        "y_edges": plgpu.SMEM((t.warpgroups, 2, _ALIGNED, _STORED), dtype),
+        "y_edges": plgpu.SMEM((t.warpgroups, 2, ALIGNED, _STORED), dtype),
         "full": plgpu.Barrier(num_arrivals=1 + slices, num_barriers=t.stages),
         "empty": plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
     }
 
 
-def _kernel(count, tiles, x, w, y, x_steps, w_steps, y_tiles, y_edges, full, empty, *, t, parts):
+def _kernel(tiles, x, w, y, x_steps, w_steps, y_tiles, y_edges, full, empty, *, t, parts):
     groups, inner, _ = w.shape
     across = y.shape[1] // t.width
     block, blocks = lax.axis_index("block"), _SMS * t.blocks
-    units = lax.div(count[0] * across - block + blocks - 1, blocks)
+    units = lax.div(tiles[tiles.shape[0] - 1, 0] * across - block + blocks - 1, blocks)
 
     def unit(i):
         """(table entry, group, first column, steps) of the i-th piece of work of this block.
@@ -225,7 +237,7 @@ def _fetch(units, unit, x, w, x_steps, w_steps, full, empty, t, parts):
 
     def fetch_tile(i, done):
         entry, group, column, steps = unit(i)
-        first = pl.multiple_of(entry[1], _ALIGNED)
+        first = pl.multiple_of(entry[1], ALIGNED)
 
         def fetch(k, step):
             slot, depth = lax.rem(step, t.stages), pl.ds(k * t.depth, t.depth)
@@ -308,19 +320,19 @@ def _store(tile, edges, y, first, begin, end):
     Swizzled copies move whole groups of 8 rows. The incomplete ones at both ends are first laid
     out plainly in `edges`.
     """
-    after = lax.div(begin + _ALIGNED - 1, _ALIGNED) * _ALIGNED
-    before = lax.div(end, _ALIGNED) * _ALIGNED
-    _copy(tile, y, after, first + after, jnp.maximum(before - after, 0), tile.shape[0], _ALIGNED)
+    after = lax.div(begin + ALIGNED - 1, ALIGNED) * ALIGNED
+    before = lax.div(end, ALIGNED) * ALIGNED
+    _copy(tile, y, after, first + after, jnp.maximum(before - after, 0), tile.shape[0], ALIGNED)
     tail = jnp.maximum(after, before)
     for i, (start, stop) in enumerate(((begin, jnp.minimum(after, end)), (tail, end))):
 
         @pl.when(start < stop)
         def _(i=i, start=start, stop=stop):
-            group = lax.div(start, _ALIGNED) * _ALIGNED
-            rows = tile.at[pl.ds(pl.multiple_of(group, _ALIGNED), _ALIGNED)].T
+            group = lax.div(start, ALIGNED) * ALIGNED
+            rows = tile.at[pl.ds(pl.multiple_of(group, ALIGNED), ALIGNED)].T
             edges.at[i].T[...] = plgpu.load(rows, layout=plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
-            _copy(edges.at[i], y, start - group, first + start, stop - start, _ALIGNED, 1)
+            _copy(edges.at[i], y, start - group, first + start, stop - start, ALIGNED, 1)
 
 
 def _copy(tile, y, source, target, rows, below, multiple):
