@@ -29,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     device_tests = "device" in marks and "not device" not in marks
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if device_tests else "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache" / _processor()))
+    # The interpreter of GPU kernels runs each thread of a block on one of the CPU client's, and
+    # waits for ever where a block has more threads than a small machine gives it.
+    os.environ.setdefault("NPROC", "8")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

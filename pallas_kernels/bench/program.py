@@ -27,7 +27,14 @@ from rich.table import Table
 from pallas_kernels.bench.page import page, read
 from pallas_kernels.bench.worker import BROKEN, INPUTS, MARK
 
-OPS = ("delta_decode", "ragged_pack", "grouped_matmul", "paged_attention")
+OPS = (
+    "delta_decode",
+    "ragged_pack",
+    "grouped_matmul",
+    "paged_attention",
+    "gdn_prefill",
+    "kda_prefill",
+)
 """Modules of `pallas_kernels.bench` with cases."""
 
 START_SECONDS = 120.0
