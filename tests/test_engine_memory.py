@@ -9,7 +9,6 @@ import pytest
 from dasc_jax.config import DascConfig
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.dispatch import Device
-from dasc_jax.engine.sampling import sampling_batch
 from dasc_jax.horizons import retention_horizons
 from dasc_jax.model import random_model
 from dasc_jax.models.packing import pack_segments
@@ -45,11 +44,10 @@ def temporaries(made: Device) -> dict[str, int]:
     """Bytes of scratch memory of a prefill, a decode, a store and a load step."""
     bucket = made.prefill_buckets[0]
     batch = pack_segments([], [], [], made.keep, bucket)
-    rows = sampling_batch([], [], bucket.rows)
     slots = np.zeros(bucket.rows, np.int32)
     steps = {
-        "prefill": made._compile_prefill(batch, rows),
-        "decode": made._compile_decode(*made._decode_arrays([], 4)),
+        "prefill": made._compile_prefill(batch),
+        "decode": made._compile_decode(made._decode_rows([], 4)),
         "store": made._compile_store(bucket.boundaries),
         "load": made._compile_load(slots, slots),
     }

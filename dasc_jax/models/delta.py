@@ -144,14 +144,18 @@ class DeltaMixer(nnx.Module):
         return self._output(out.o, h), state, boundary
 
     def decode(
-        self, h: Float[Array, "B D"], state: RecurrentState, batch: DecodeBatch
+        self,
+        h: Float[Array, "B D"],
+        temporal: Float32[Array, "L S H K V"],
+        window: Float[Array, "B C 3"],
+        batch: DecodeBatch,
     ) -> tuple[Float[Array, "B D"], Float32[Array, "L S H K V"], Float[Array, "B C"]]:
         """Mix one token of each request, its temporal state read and written in place.
 
         Returns (y, the temporal states, what the convolution windows move on by).
         """
-        at, slots, u = self.layer, jnp.asarray(batch.slots), self._conv_input(h)
-        y = short_conv_step(u, self.conv.weight[...], state.conv[at, slots])
+        u = self._conv_input(h)
+        y = short_conv_step(u, self.conv.weight[...], window)
         temporal, o = delta_step(
             y,
             self.decay.raw(h),
@@ -160,9 +164,9 @@ class DeltaMixer(nnx.Module):
             self.decay.dt_bias[...],
             self.gate(h).reshape(-1, self.config.num_value_heads, self.config.value_dim),
             self.o_norm.weight[...],
-            state.temporal,
-            slots,
-            layer=at,
+            temporal,
+            jnp.asarray(batch.slots),
+            layer=self.layer,
             eps=self.o_norm.eps,
         )
         return self.o_proj(o.reshape(h.shape[0], -1)), temporal, u

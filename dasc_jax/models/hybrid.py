@@ -116,19 +116,19 @@ class HybridModel(nnx.Module):
         """One token of each request; logits of the next."""
         (temporal, conv), pages = state
         x, live = self.embed(batch.tokens), jnp.asarray(batch.slots) > 0
-        moved_by = []
+        # All windows at once, read here and written behind: layer by layer, XLA copies the pool.
+        windows, moved_by = conv[:, batch.slots], []
         for block in self.layers:
             h, mixer = block.input_norm(x), block.mixer
             if isinstance(mixer, DeltaMixer):
-                y, temporal, u = mixer.decode(h, RecurrentState(temporal, conv), batch)
+                y, temporal, u = mixer.decode(h, temporal, windows[mixer.layer], batch)
                 moved_by.append(u)
             else:
                 y, pages = mixer.decode(h, pages, batch)
             x = x + y
             x = x + block.feed(x, live)
-        # All windows at once, behind their last reader: layer by layer, XLA copies the pool.
-        windows = next_windows(jnp.stack(moved_by), conv[:, batch.slots])
-        recurrent = RecurrentState(temporal, conv.at[:, batch.slots].set(windows))
+        conv = conv.at[:, batch.slots].set(next_windows(jnp.stack(moved_by), windows))
+        recurrent = RecurrentState(temporal, conv)
         return State(recurrent, pages), self.logits(x)
 
     def train_forward(self, tokens: Int32[Array, "B T"], attend: Attend) -> TrainOut:

@@ -41,7 +41,7 @@ def cost(lengths: tuple[int, ...]) -> tuple[float, float]:
     """(bytes, FLOP): q, k, v and o as 16 bits, gates, states in and out; chunks of 64."""
     tokens = sum(lengths)
     moved = tokens * (2 * (2 * KEY_HEADS + 2 * HEADS) * DIM + 8 * HEADS)
-    return moved + 2 * len(lengths) * HEADS * DIM * DIM * 4, tokens * HEADS * FLOP
+    return float(moved + 2 * len(lengths) * HEADS * DIM * DIM * 4), tokens * HEADS * FLOP
 
 
 def make(lengths: tuple[int, ...]) -> Problem:

@@ -38,7 +38,7 @@ def cost(lengths: tuple[int, ...]) -> tuple[float, float]:
     """(bytes, FLOP): q, k, v in 16 bits, the decay, beta and o in 32; states in and out."""
     rows = sum(lengths) * HEADS
     moved = rows * DIM * (3 * 2 + 4 + 4) + rows * 4 + 2 * len(lengths) * HEADS * DIM * DIM * 4
-    return moved, rows * FLOP
+    return float(moved), rows * FLOP
 
 
 def make(name: str, lengths: tuple[int, ...]) -> Problem:

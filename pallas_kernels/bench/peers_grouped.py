@@ -11,7 +11,7 @@ from pallas_kernels.bench.timing import Problem, Run
 
 
 def peers(op: str) -> tuple[Peer, ...]:
-    """The GPU implementation of `tokamax.ragged_dot`, which takes up to 8 rows or a multiple of 8."""
+    """`tokamax.ragged_dot` on a GPU; it takes up to 8 rows or a multiple of 8."""
     return (Peer("tokamax mosaic_gpu", ("tokamax",), _run),)
 
 
