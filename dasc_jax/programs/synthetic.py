@@ -63,7 +63,7 @@ def device_state(config: ModelConfig, dtype: str, slots: int, pages: int) -> Sta
 
 
 def uniform(
-    spec: jax.ShapeDtypeStruct, seed: int, width: float, centre: float = 0.0
+    spec: jax.ShapeDtypeStruct | jax.Array, seed: int, width: float, centre: float = 0.0
 ) -> Float[Array, "*shape"]:
     """Uniform in centre +- width, on the default device; the same for the same seed."""
     return _filler(spec.shape, jnp.dtype(spec.dtype))(
