@@ -1,7 +1,10 @@
 """What Mosaic GPU kernels share: where they can run, and how their threads address memory."""
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.chunks import CHUNK, Column
 
 # Under warpgroup semantics Mosaic infers the layout of every register array on its own; the
 # kernels here name theirs.
@@ -17,3 +20,14 @@ def no_hopper() -> str | None:
     if capability != "9.0":
         return f"needs an NVIDIA Hopper GPU (compute capability 9.0), not {capability}"
     return None
+
+
+def by_chunk(x: jax.Array, token: Column, length: Column) -> jax.Array:
+    """`[T, H]` as `[NC, H, 64]`, the tokens of a chunk first and zeros behind them.
+
+    `token` and `length` `[NC]` are those of a chunk table.
+    """
+    row = jnp.arange(CHUNK, dtype=jnp.int32)
+    taken = jnp.take(x, token[:, None] + row, axis=0, mode="clip")
+    real = row < length[:, None]
+    return jnp.swapaxes(jnp.where(real[..., None], taken, 0.0), 1, 2)

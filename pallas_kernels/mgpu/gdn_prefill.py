@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ChunkTable
-from pallas_kernels.mgpu.common import no_hopper
+from pallas_kernels.mgpu.common import by_chunk, no_hopper
 from pallas_kernels.mgpu.gdn_walk import COLUMNS, Tiling, walk
 from pallas_kernels.mgpu.gdn_within import GROUP, KEY, within
 from pallas_kernels.walk import DeltaOut
@@ -72,15 +72,8 @@ def prefill(
     table = ChunkTable(*(jnp.asarray(column) for column in table))
     length = jnp.asarray(table.length)
     token = jnp.where(length > 0, jnp.asarray(table.token), 0)
-    rows = jnp.arange(CHUNK, dtype=jnp.int32)
-    real = (rows < table.length[:, None])[..., None]
-
-    def by_chunk(x: jax.Array) -> jax.Array:
-        gathered = jnp.take(x, token[:, None] + rows, axis=0, mode="clip")
-        return jnp.swapaxes(jnp.where(real, gathered, 0.0), 1, 2)
-
-    decay = by_chunk(jnp.maximum(g.astype(jnp.float32), LEAST_DECAY))
-    strength = by_chunk(beta.astype(jnp.float32))
+    decay = by_chunk(jnp.maximum(g.astype(jnp.float32), LEAST_DECAY), token, length)
+    strength = by_chunk(beta.astype(jnp.float32), token, length)
     # Copies of a chunk start anywhere: what lies past the end reads as zeros on the device, but
     # not where it is interpreted; and none is longer than its array.
     missing = CHUNK if interpret else max(0, CHUNK - tokens)

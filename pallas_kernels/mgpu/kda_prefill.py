@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import CHUNK, ChunkTable
-from pallas_kernels.mgpu.common import no_hopper
+from pallas_kernels.mgpu.common import by_chunk, no_hopper
 from pallas_kernels.mgpu.kda_prep import DIM, prepare
 from pallas_kernels.mgpu.kda_walk import Tiling, walk
 from pallas_kernels.walk import DeltaOut
@@ -73,15 +73,7 @@ def prefill(
     # Copies take arrays of at least a chunk.
     short = max(0, CHUNK - tokens)
     q, k, v = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v))
-    strength = _by_chunk(beta.astype(jnp.float32), table)
+    strength = by_chunk(beta.astype(jnp.float32), table.token, table.length)
     prepared = prepare(q, k, g.astype(jnp.float32), strength, table.token, table.length, interpret)
     o, final, boundary = walk(prepared, v, initial, kept, table, num_boundaries, tiling, interpret)
     return DeltaOut(o[:tokens], final, boundary)
-
-
-def _by_chunk(beta: jax.Array, table: ChunkTable) -> jax.Array:
-    """`[T, H]` as `[NC, H, 64]`, a chunk's tokens first and zeros behind them."""
-    row = jnp.arange(CHUNK, dtype=jnp.int32)
-    taken = jnp.take(beta, table.token[:, None] + row, axis=0, mode="clip")
-    real = row < table.length[:, None]
-    return jnp.swapaxes(jnp.where(real[..., None], taken, 0.0), 1, 2)
