@@ -98,6 +98,7 @@ def test_a_call_is_what_its_kernels_took_without_those_of_the_flush():
     spent = per_call(launched, ["reduce", "reduce"], 2)
     assert spent.timer == "cupti" and spent.kernels == 2
     assert spent.median == pytest.approx(0.4) and spent.least == pytest.approx(0.3)
+    assert spent.parts == {"a": pytest.approx(0.3), "reduce": pytest.approx(0.1)}
 
 
 def test_calls_that_differ_in_their_kernels_give_a_mean():

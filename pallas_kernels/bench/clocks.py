@@ -35,6 +35,8 @@ class Timing(NamedTuple):
     wall: float
     """Host clock of a call in a row of calls, caches warm: what CUPTI leaves out shows here, such
     as copies by the copy engine and gaps between kernels, wherever it exceeds the dispatch."""
+    parts: dict[str, float] = {}
+    """Median of every kernel of a call, those of one name added; filled by "cupti" alone."""
 
 
 class Flush(NamedTuple):
@@ -109,7 +111,11 @@ def per_call(
         if all([name for name, _ in call] == names for call in calls):
             spent = [sum(ms for _, ms in call[len(first) :]) for call in calls]
             kernels = each - len(first)
-            return Timing(statistics.median(spent), min(spent), "cupti", kernels, 0.0)
+            parts: dict[str, float] = {}
+            for of_one in zip(*(call[len(first) :] for call in calls), strict=True):
+                name = of_one[0][0]
+                parts[name] = parts.get(name, 0.0) + statistics.median(ms for _, ms in of_one)
+            return Timing(statistics.median(spent), min(spent), "cupti", kernels, 0.0, parts)
     spent = sum(ms for name, ms in launched if name not in first) / iterations
     kernels = len(launched) / iterations - len(first)
     return Timing(spent, spent, "cupti mean", kernels, 0.0)

@@ -8,6 +8,7 @@ Peers of an op read these names of `Problem.inputs`, and compute these of `Probl
 | `pack`, `pack_int8` | rows `[N, V]` float32, index `[R]` | rows `[R, V]`, and scales `[R]` |
 | `unpack`, `unpack_int8` | rows `[R, V]`, scales `[R]` (int8), index `[R]`, units (N) | state `[N, V]` |
 | `grouped_matmul` | x `[M, K]`, w `[G, K, N]`, group_sizes `[G]` | y `[M, N]` |
+| `kda_prefill`, `gdn_prefill` | q, k `[T, Hk, K]`, v `[T, H, V]`, g `[T, H, K]` or `[T, H]`, beta `[T, H]`, initial `[N, H, K, V]`, lengths (of N prompts) | o `[T, H, V]`, state `[N, H, K, V]` |
 | `mla_decode` | q `[B, Hq, Dk]`, pages `[P, 64, Dk]`, table `[B, M]`, lengths `[B]`, scale, width | o `[B, Hq, width]` |
 """  # noqa: E501
 
@@ -28,6 +29,8 @@ MODULES = {
     "unpack_int8": "peers_rows",
     "grouped_matmul": "peers_grouped",
     "mla_decode": "peers_mla",
+    "kda_prefill": "peers_prefill",
+    "gdn_prefill": "peers_prefill",
 }
 
 BF16_TOLERANCE = 1e-2

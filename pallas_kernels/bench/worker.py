@@ -103,6 +103,7 @@ def _figures(timing: Timing, floor_ms: float) -> dict[str, Any]:
         "wall_ms": timing.wall,
         "kernels": timing.kernels,
         "timer": timing.timer,
+        "parts": timing.parts if len(timing.parts) > 1 else {},
     }
 
 
