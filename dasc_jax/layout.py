@@ -7,15 +7,12 @@ Attention caches are not counted: no checkpoint changes them.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
+from dasc_jax.balance import Placement, place
 from dasc_jax.config import ModelConfig
 from dasc_jax.plan import SelectionPlan
-
-Placement = Literal["off", "storage", "hybrid"]
-"""`off`: a rank stores the units of its own heads. `storage`, `hybrid`: ranks share evenly."""
 
 Quantization = Literal["int8"] | None
 
@@ -30,7 +27,8 @@ class Account:
     """The size of one checkpoint slot under a plan; all bytes are those of one rank.
 
     `bytes_per_rank` has one entry per rank, `bytes_per_slot` is its maximum (Eq. 8), made of
-    `temporal_bytes` (int8 scales included) and `conv_bytes`. Ratios are relative to dense float32
+    `temporal_bytes` (int8 scales included) and `conv_bytes`. `moved` units cross ranks when a
+    checkpoint is stored, and again when it is loaded. Ratios are relative to dense float32
     states: `c_temp` (ragged) and `c_temp_padded` of the temporal part of the whole model (Eq. 6,
     appendix B), infinite where nothing is kept; `c_ckpt` of the complete checkpoint on the worst
     rank (Eq. 7). `layout_gain` is R_max over the mean r_l: ragged over padded.
@@ -39,6 +37,7 @@ class Account:
     bytes_per_rank: tuple[int, ...]
     temporal_bytes: int
     conv_bytes: int
+    moved: int
     dense_bytes_per_slot: int
     c_temp: float
     c_temp_padded: float
@@ -69,24 +68,35 @@ def account(
     """The account of one slot on `tp` ranks.
 
     `off` gives rank r the units of heads [r H/tp, (r+1) H/tp) of every layer; `storage` and
-    `hybrid` give every rank C = ceil(sum_r U_r / tp) units (section 4.3). int8 adds one float32
-    scale for every (layer, head, key channel) kept (appendix E.1). Convolution windows keep the
-    model's dtype.
+    `hybrid` give every rank C = ceil(sum_r U_r / tp) units, and differ in how many of them move
+    (section 4.3, `dasc_jax.balance`). int8 adds one float32 scale for every (layer, head, key
+    channel) kept (appendix E.1). Convolution windows keep the model's dtype.
     Raises ValueError when `tp` does not divide the heads or the plan is not of this model.
     """
-    _check(config, plan, tp, placement, quantization)
+    _check(config, plan, tp, quantization)
+    storage = place(plan, config, tp, placement)
+    return account_units(config, plan, storage.units, storage.moved, quantization)
+
+
+def account_units(
+    config: ModelConfig,
+    plan: SelectionPlan,
+    units: Sequence[int],
+    moved: int = 0,
+    quantization: Quantization = None,
+) -> Account:
+    """The account of one slot that holds `units[r]` units of the plan on rank r."""
+    _check(config, plan, len(units), quantization)
     unit, dense_unit = unit_bytes(config, quantization), unit_bytes(config, None)
-    conv = conv_bytes(config, tp)
-    per_rank = rank_units(plan, tp, placement)
-    temporal = max(per_rank) * unit
-    dense = plan.units // tp * dense_unit + conv
+    conv = conv_bytes(config, len(units))
     smaller = dense_unit / unit
     widest = max(plan.counts)
     return Account(
-        bytes_per_rank=tuple(n * unit + conv for n in per_rank),
-        temporal_bytes=temporal,
+        bytes_per_rank=tuple(n * unit + conv for n in units),
+        temporal_bytes=max(units) * unit,
         conv_bytes=conv,
-        dense_bytes_per_slot=dense,
+        moved=moved,
+        dense_bytes_per_slot=plan.units // len(units) * dense_unit + conv,
         c_temp=smaller * _ratio(plan.units, plan.total),
         c_temp_padded=smaller * _ratio(plan.units, plan.layers * widest),
         layout_gain=widest * plan.layers / plan.total if plan.total else 1.0,
@@ -105,17 +115,6 @@ def conv_bytes(config: ModelConfig, tp: int = 1) -> int:
     """Bytes of the convolution windows of all recurrent layers on one of `tp` ranks."""
     channels = len(config.recurrent_layers) * config.delta.conv_channels // tp
     return channels * CONV_WINDOW * CONV_BYTES[config.dtype]
-
-
-def rank_units(plan: SelectionPlan, tp: int, placement: Placement) -> tuple[int, ...]:
-    """U_r under `off`, else the common slot width C, for every rank: retained units it stores."""
-    per_head = np.sum(
-        [mask.reshape(mask.shape[0], -1).sum(axis=1) for mask in plan.retained], axis=0
-    )
-    owned = per_head.reshape(tp, -1).sum(axis=1)
-    if placement == "off":
-        return tuple(int(n) for n in owned)
-    return (math.ceil(int(owned.sum()) / tp),) * tp
 
 
 def padded_shape(config: ModelConfig, plan: SelectionPlan, slots: int) -> tuple[int, ...]:
@@ -140,13 +139,7 @@ def _ratio(whole: int, part: int) -> float:
     return whole / part if part else math.inf
 
 
-def _check(
-    config: ModelConfig,
-    plan: SelectionPlan,
-    tp: int,
-    placement: Placement,
-    quantization: Quantization,
-) -> None:
+def _check(config: ModelConfig, plan: SelectionPlan, tp: int, quantization: Quantization) -> None:
     delta, layers = config.delta, len(config.recurrent_layers)
     heads = (delta.num_value_heads, delta.key_dim)[: 2 if delta.kind == "kda" else 1]
     if (plan.layers, plan.unit_shape) != (layers, heads):
@@ -159,7 +152,5 @@ def _check(
             f"tp={tp} does not divide {delta.num_value_heads} value heads"
             f" and {delta.num_key_heads} key heads"
         )
-    if placement not in ("off", "storage", "hybrid"):
-        raise ValueError(f"placement={placement!r}: expected 'off', 'storage' or 'hybrid'")
     if quantization not in (None, "int8"):
         raise ValueError(f"quantization={quantization!r}: expected None or 'int8'")

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import dasc_jax.analysis.profile
+from dasc_jax.analysis.balance import balances, draw_balance
 from dasc_jax.analysis.figure import draw
 from dasc_jax.analysis.profile import decay_params, load_profile
 from dasc_jax.analysis.report import main, report, table
 from dasc_jax.cli import PROGRAMS
 from dasc_jax.config import ModelConfig
 from dasc_jax.horizons import retention_horizons
+from dasc_jax.layout import account
 from dasc_jax.plan import load_plan, make_plan
 from dasc_jax.published import published_profile
 from dasc_jax.weights import load_params, save_native
@@ -49,6 +51,55 @@ def test_placement_and_budget_change_capacity_as_they_should(capsys):
     _, tiny, _ = run(capsys, *arguments, "--budget", "1000")
     assert cells(even, 512)[8] == "316" and cells(off, 512)[8] == "267"
     assert cells(tiny, 512)[8] == "0"
+
+
+def test_second_table_shows_every_rank_before_and_after_each_stage(capsys):
+    _, out, _ = run(capsys, "kimi-linear-48b", "--tp", "8", "--w-max", "0", "512")
+    lines = [line.split() for line in out[out.index("Before and after") :].splitlines()]
+    off, order, storage, hybrid = lines[3:7]
+    kept = ["184"] * 8
+    assert off == ["512", "off", "258,048", "21.03x", "2,691", "0", *kept[:5], "258", *kept[6:]]
+    assert order[:7] == ["1:", "head", "order", "242,176", "22.41x", "2,867", "0"]
+    assert storage == ["2:", "storage", "193,536", "28.04x", "3,588", "126", *["194"] * 8]
+    assert hybrid == ["1", "+", "2:", "hybrid", *storage[2:5], "95", *storage[6:]]
+    assert "W_max" not in " ".join(sum(lines[3:], []))
+
+
+def test_one_rank_has_nothing_to_balance_and_a_dense_plan_alone_is_shown(capsys):
+    _, out, _ = run(capsys, "qwen3-next-80b", "--w-max", "512")
+    assert "stage" not in out
+    _, out, _ = run(capsys, "qwen3-next-80b", "--w-max", "0", "--tp", "2")
+    assert out.count("hybrid") == 2 and out.count("1.00x") >= 4
+
+
+@pytest.mark.parametrize("model", ["kimi-linear-48b", "checkpoint"])
+def test_ranks_are_drawn_with_a_panel_for_every_lossy_threshold(
+    model, golden_dir, tmp_path, capsys
+):
+    model = str(golden_dir / "qwen3_next_a") if model == "checkpoint" else model
+    path = tmp_path / "ranks.png"
+    code, out, err = run(capsys, model, "--tp", "2", "--ranks-figure", str(path))
+    assert code == 0 and "ranks.png" in out, err
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
+
+
+def test_bars_are_the_bytes_of_the_accounts():
+    config, h = published_profile("qwen3-next-80b")
+    rows = balances(config, [make_plan(h, w) for w in (0, 64, 512)], 8)
+    panels = [axes for axes in draw_balance(rows, "qwen").axes if axes.patches]
+    assert len(panels) == len(rows) == 2
+    for axes, row in zip(panels, rows, strict=True):
+        heights = [bar.get_height() for bar in axes.patches]
+        assert heights == [n for _, acc in row.stages for n in acc.bytes_per_rank]
+
+
+def test_stages_are_the_accounts_of_the_placements():
+    config, h = published_profile("kimi-linear-48b")
+    plan = make_plan(h, 128)
+    (row,) = balances(config, [plan], 4)
+    for placement in ("off", "storage", "hybrid"):
+        assert getattr(row, placement) == account(config, plan, 4, placement)
+    assert row.ordered.bytes_per_slot <= row.off.bytes_per_slot
 
 
 @pytest.mark.parametrize("fixture", FIXTURES)
@@ -140,6 +191,7 @@ def test_a_plan_that_keeps_nothing_has_a_line_too():
         (["kimi-linear-48b", "--tp", "3"], "tp=3 does not divide 32"),
         (["kimi-linear-48b", "--w-max", "-1"], "w_max=-1"),
         (["kimi-linear-48b", "--eps", "2"], "eps=2.0"),
+        (["kimi-linear-48b", "--ranks-figure", "ranks.png"], "it needs --tp 2 or more, not 1"),
     ],
 )
 def test_bad_requests_end_with_one_clear_line(arguments, complaint, capsys):
@@ -158,5 +210,14 @@ def test_dasc_plan_is_this_program_and_its_help_explains_every_option(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for word in ("MODEL", "--w-max", "--tp", "--placement", "--budget", "--figure", "tokens"):
+    for word in (
+        "MODEL",
+        "--w-max",
+        "--tp",
+        "--placement",
+        "--budget",
+        "--figure",
+        "--ranks-figure",
+        "tokens",
+    ):
         assert word in text

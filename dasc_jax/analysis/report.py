@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dasc_jax.analysis.balance import Balance, balance_table, balances
 from dasc_jax.analysis.profile import load_profile
 from dasc_jax.config import ModelConfig
 from dasc_jax.horizons import EPSILON, GATE_INPUT
@@ -38,7 +39,13 @@ class PlanArgs:
     W_max tokens. The table has a line for every W_max: what is kept, how much smaller a checkpoint
     gets, and how many of them the budget holds.
 
-    Example: dasc plan kimi-linear-48b --tp 8 --figure kimi.png
+    With --tp above 1 a second table shows what balancing the ranks gains. Every rank computes an
+    equal share of the heads, but keeps unequal parts of them, and the fullest rank decides how many
+    checkpoints fit. Stage 1 (head order) chooses which heads a rank computes, when the weights are
+    loaded; it costs nothing later. Stage 2 (storage) lets full ranks keep units on empty ones;
+    those units cross the ranks whenever a checkpoint is stored or loaded.
+
+    Example: dasc plan kimi-linear-48b --tp 8 --figure kimi.png --ranks-figure ranks.png
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -48,7 +55,7 @@ class PlanArgs:
     tp: int = 1
     """Tensor-parallel ranks that share a checkpoint (the paper has 8); must divide the heads."""
     placement: Placement = "hybrid"
-    """off: each rank stores its own heads and the fullest decides; storage, hybrid: all alike."""
+    """Of the first table. off: each rank stores its own heads; storage: stage 2; hybrid: both."""
     budget: int | None = None
     """Bytes for checkpoints on each rank; by default 128 dense checkpoints, as in the paper."""
     eps: float = EPSILON
@@ -57,6 +64,8 @@ class PlanArgs:
     """Gate input at which decays are taken; lower gives longer horizons."""
     figure: Path | None = None
     """Draw decays, horizons, retained fractions and compression into this PNG file."""
+    ranks_figure: Path | None = None
+    """Draw the bytes on every rank before and after each stage into this PNG file."""
     save: Path | None = None
     """Write the plans into this directory, as w16.plan and so on."""
 
@@ -74,12 +83,15 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program on `argv` (default: the command line); returns the exit code."""
     args = tyro.cli(PlanArgs, args=argv, prog="dasc plan")
     try:
+        if args.tp == 1 and args.ranks_figure is not None:
+            raise ValueError("--ranks-figure compares ranks: it needs --tp 2 or more, not 1")
         config, h = load_profile(args.model, a=args.a, eps=args.eps)
         rows = report(config, h, args.w_max, args.tp, args.placement, a=args.a, eps=args.eps)
         budget = args.budget
         if budget is None:
             budget = DENSE_SLOTS * rows[0].native.dense_bytes_per_slot
-        _write(args, config, h, rows)
+        balance = balances(config, [row.plan for row in rows], args.tp)
+        _write(args, config, h, rows, balance)
     except (OSError, ValueError) as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
         return 1
@@ -88,7 +100,10 @@ def main(argv: list[str] | None = None) -> int:
         console.width = max(console.width, FILE_WIDTH)
     console.print(summary(config, h, args.eps), highlight=False)
     console.print(table(rows, budget, args.tp, args.placement))
-    for path in filter(None, (args.figure, args.save)):
+    if balance:
+        console.print()
+        console.print(balance_table(balance, budget))
+    for path in filter(None, (args.figure, args.ranks_figure, args.save)):
         console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -174,6 +189,7 @@ def _write(
     config: ModelConfig,
     h: Sequence[Float64[np.ndarray, "H *K"]],
     rows: Sequence[Row],
+    balance: Sequence[Balance],
 ) -> None:
     if args.save is not None:
         for row in rows:
@@ -186,6 +202,11 @@ def _write(
             args.figure,
             draw(config, h, args.w_max, args.tp, eps=args.eps, a=args.a, title=args.model),
         )
+    if args.ranks_figure is not None:
+        from dasc_jax.analysis.balance import draw_balance
+        from dasc_jax.analysis.chart import write_figure
+
+        write_figure(args.ranks_figure, draw_balance(balance, args.model))
 
 
 def _times(ratio: float) -> str:
