@@ -1,9 +1,11 @@
 """Which implementation of an op runs: the one asked for, or the first that says it can."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 IMPLEMENTATIONS = ("auto", "mosaic", "xla", "reference")
 
@@ -54,6 +56,39 @@ class Op(NamedTuple):
         present = ", ".join(one.name for one in self.implementations)
         why = "; ".join(reasons) or f"it has no {impl} kernel, only {present}"
         raise NotImplementedError(f"{self.name}: impl={impl!r} cannot run this: {why}")
+
+
+def traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of which all calls with the same shapes inside one program are one function.
+
+    A kernel takes about a second to trace and lower, and the layers of a model call it with the
+    same shapes. An array that is given twice stays one array; whatever is no array, as a layer's
+    number, must be hashable, and calls that differ in it are apart.
+    """
+
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        arrays = {id(x): x for x in leaves if isinstance(x, jax.Array | np.ndarray)}
+        rows = {key: row for row, key in enumerate(arrays)}
+        places = tuple(rows[id(x)] if id(x) in rows else _Static(x) for x in leaves)
+        return _compiled(run, tree, places)(*arrays.values())
+
+    return call
+
+
+class _Static(NamedTuple):
+    value: Hashable
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    run: Callable[..., Any], tree: Any, places: tuple[int | _Static, ...]
+) -> Callable[..., Any]:
+    def call(*arrays: jax.Array) -> Any:
+        leaves = [at.value if isinstance(at, _Static) else arrays[at] for at in places]
+        return run(*jax.tree.unflatten(tree, leaves))
+
+    return jax.jit(call)
 
 
 def anything(*args: Any) -> None:

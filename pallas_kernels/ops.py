@@ -18,7 +18,7 @@ from pallas_kernels import (
 )
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.chunks import CHUNK, ChunkTable
-from pallas_kernels.dispatch import Implementation, Op, anything
+from pallas_kernels.dispatch import Implementation, Op, anything, traced_once
 from pallas_kernels.paged_attention import PagedRows
 from pallas_kernels.walk import DeltaOut
 
@@ -34,7 +34,7 @@ def _mosaic(module: str, refuses: str, run: str) -> Implementation:
             return f"needs an NVIDIA Hopper GPU; JAX runs on {jax.default_backend()}"
         return named(refuses)(*args)
 
-    return Implementation("mosaic", refused, lambda *args: named(run)(*args))
+    return Implementation("mosaic", refused, traced_once(lambda *args: named(run)(*args)))
 
 
 _DELTA_PREFILL = Op(

@@ -1,10 +1,12 @@
 """Choosing an implementation: the first that accepts, and a message that says why none does."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels.dispatch import Implementation, Op, anything
+from pallas_kernels.dispatch import Implementation, Op, anything, traced_once
 
 TWICE = Op(
     "twice",
@@ -55,3 +57,25 @@ def test_mosaic_without_a_kernel_says_what_there_is(monkeypatch):
     only_xla = Op("thing", (Implementation("xla", anything, abs),))
     with pytest.raises(NotImplementedError, match="thing: .* it has no mosaic kernel, only xla"):
         only_xla("mosaic", -1)
+
+
+def test_calls_of_the_same_shapes_are_one_function_of_a_program():
+    traced = []
+
+    def run(x, table, layer):
+        traced.append((x is table[0], layer))
+        return table[0] * x + layer
+
+    op = traced_once(run)
+
+    def program(x, y):
+        for _ in range(3):
+            x = op(x, (y, None), 5)
+        return op(x, (x, None), 5) + op(x, (y, None), 6)
+
+    x, y = jnp.arange(4.0), np.full(4, 2.0, np.float32)
+    text = jax.jit(program).lower(x, y).as_text()
+    assert traced == [(False, 5), (True, 5), (False, 6)]
+    assert text.count("func.func private") == 3 and text.count("call @") == 5
+    twice = 2 * (2 * (2 * x + 5) + 5) + 5
+    np.testing.assert_array_equal(program(x, y), twice * twice + 5 + 2 * twice + 6)
