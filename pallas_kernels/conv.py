@@ -10,7 +10,8 @@ def short_conv(
 ) -> jax.Array:
     """`short_conv`, all tokens at once."""
     tokens = jnp.arange(u.shape[0], dtype=jnp.int32)
-    segments = jnp.searchsorted(cu_seqlens[1:], tokens, side="right")
+    # Compared with all: a binary search is a loop of small kernels on a GPU, in every layer.
+    segments = jnp.searchsorted(cu_seqlens[1:], tokens, side="right", method="compare_all")
     segments = jnp.minimum(segments, window.shape[0] - 1)
     position = tokens - cu_seqlens[segments]
     taps = []

@@ -32,7 +32,7 @@ def test_right_runs_are_timed_and_all_others_reported_whatever_they_do():
     assert {name for name, line in found.items() if "ms" in line} == {"ours", "ours[pooled]", "xla"}
     for line in found.values():
         assert (line["op"], line["shape"]) == ("double", "last")
-    assert found["ours"]["error"] == 0.0
+    assert found["ours"]["error"] == 0.0 and found["ours"]["temporaries"] == 0
     assert found["ours"]["of_floor"] == pytest.approx(
         found["ours"]["floor_ms"] / found["ours"]["ms"]
     )
@@ -57,7 +57,13 @@ def test_data_that_cannot_be_made_fail_one_case_and_lines_are_appended_at_once(t
 
 def test_the_page_has_the_best_peer_and_the_last_of_repeated_lines(tmp_path: Path):
     def line(impl: str, ms: float, shape: str = "B=1") -> dict:
-        figures = {"ms": ms, "floor_ms": 1.0, "of_floor": 1 / ms, "error": 1e-3}
+        figures = {
+            "ms": ms,
+            "floor_ms": 1.0,
+            "of_floor": 1 / ms,
+            "error": 1e-3,
+            "temporaries": 2**21,
+        }
         where = {"device": "GPU", "date": "2026-11-30", "command": "bench --ops step"}
         return {"op": "step", "shape": shape, "impl": impl} | figures | where
 
@@ -68,7 +74,10 @@ def test_the_page_has_the_best_peer_and_the_last_of_repeated_lines(tmp_path: Pat
     path.write_text("".join(json.dumps(x) + "\n" for x in [*lines, failed]))
     assert main(Args(page=path)) == 0
     text = path.with_suffix(".md").read_text()
-    assert "| B=1 | 1.0000 | 2.0000 | 50% | 1e-03 | 8.0000 | 3.0000 fla[V=8] | 1.50x |" in text
+    assert (
+        "| B=1 | 1.0000 | 2.0000 | 50% | 1e-03 | 2.1 MB | 8.0000 | 3.0000 fla[V=8] | 1.50x |"
+        in text
+    )
     assert "B=2" not in text and "    bench --ops step\n" in text
 
 

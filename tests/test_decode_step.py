@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 
 from dasc_jax.models import abstract_params
-from dasc_jax.programs.decode_size import shortened, step_bytes
-from dasc_jax.programs.decode_step import (
-    Args,
-    Failure,
-    StepTime,
-    bench,
-    options,
-    tables,
+from dasc_jax.programs.decode_step import Args, bench
+from dasc_jax.programs.step_profile import (
+    large_copies,
+    library_calls,
+    longest,
+    origins,
+    part,
+    shares,
 )
-from dasc_jax.programs.step_profile import large_copies, longest, origins, part, shares
+from dasc_jax.programs.step_program import options
+from dasc_jax.programs.step_report import Failure, StepTime, tables
+from dasc_jax.programs.step_size import shortened, step_bytes
 from dasc_jax.programs.synthetic import device_params, device_state, uniform
 from dasc_jax.published import published_config
 from tests.engines import MODELS, golden_model
@@ -111,10 +113,10 @@ def test_a_kernel_leads_back_to_the_part_of_the_model_that_asked_for_it():
     found = origins(text)
     assert found and any("sample" in frames for frames in found.values())
     kernel = next(name for name, frames in found.items() if "sample" in frames)
-    assert part(kernel, found) == "sampling"
-    assert part("nvjet_tst_64x8", found) == "matrix products of libraries"
-    assert part("grouped_matmul_mosaic_gpu", found) == "experts"
-    assert part("memset", found) == "other"
+    assert part(kernel, found[kernel]) == "sampling"
+    assert part("nvjet_tst_64x8", None) == "matrix products of libraries"
+    assert part("grouped_matmul_mosaic_gpu", None) == "experts"
+    assert part("memset", None) == "other"
     spent = longest([("loop_fusion_3", 1.0), ("loop_fusion_12", 3.0), ("gemm_4_impl", 2.0)], 2)
     assert spent == (("loop_fusion", 2.0, 1.0), ("gemm_impl", 1.0, 0.5))
     rows = shares([("nvjet", 1.0), (kernel, 4.0), ("nvjet", 1.0)], 2, found)
@@ -132,3 +134,36 @@ def test_an_array_that_is_not_updated_in_place_counts_as_copied():
 
     assert list(large_copies(text(())).values()) == [2**21]
     assert large_copies(text((0,))) == {}
+
+
+def test_products_of_a_library_belong_to_the_part_that_asked_for_them():
+    text = """
+FunctionNames
+1 "Experts.__call__"
+2 "HybridModel.logits"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=1}
+2 {file_name_id=1 function_name_id=2 line=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+ENTRY %main {
+  %cublas.1 = f32[2] custom-call(%a), custom_call_target="__cublas$gemm", stack_frame_id=1
+  ROOT %cublas.2 = f32[2] custom-call(%b), custom_call_target="__cublas$gemm", stack_frame_id=2
+}
+"""
+    products = library_calls(text)
+    assert products == ["Experts.__call__", "HybridModel.logits"]
+    step = [("nvjet_a", 1.0), ("splitKreduce", 0.5), ("nvjet_a", 2.0)]
+    rows = {row.part: row.ms for row in shares(2 * step, 2, origins(text), products)}
+    assert rows == {
+        "experts": 1.0,
+        "embedding and logits": 2.0,
+        "matrix products of libraries": 0.5,
+    }
+    assert [row.part for row in shares(step[:1], 1, {}, products)] == [
+        "matrix products of libraries"
+    ]

@@ -7,13 +7,10 @@ the device, so the host only launches. What the step cannot be faster
 than is the time to read its weights, states and pages once.
 """
 
-import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +18,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
 
 from dasc_jax.config import ModelConfig
 from dasc_jax.engine.buckets import abstract
 from dasc_jax.engine.sampling import Sampled
-from dasc_jax.engine.step import COMPILER_OPTIONS, model_steps
+from dasc_jax.engine.step import model_steps
 from dasc_jax.models import Params, State
-from dasc_jax.programs.decode_report import Failure, StepTime, tables
-from dasc_jax.programs.decode_size import shortened, step_bytes
-from dasc_jax.programs.runtime import FAILED, machine, settle
-from dasc_jax.programs.step_profile import large_copies, longest, origins, shares
+from dasc_jax.programs.runtime import machine, settle
+from dasc_jax.programs.step_program import (
+    PROFILED,
+    REFUSED,
+    Say,
+    clock,
+    compile_step,
+    failure,
+    follow,
+    profile,
+)
+from dasc_jax.programs.step_report import Failure, StepTime
+from dasc_jax.programs.step_size import shortened, step_bytes
 from dasc_jax.programs.synthetic import device_params, device_state, state_specs
 from dasc_jax.published import published_config
 from dasc_jax.types import PAGE
-from pallas_kernels.bench.clocks import kernel_times
 from pallas_kernels.bench.timing import floor_ms
-
-PROFILED = 5
-"""Steps under CUPTI."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +66,6 @@ class Args:
     """Share of the device's memory that JAX reserves."""
     out: Path | None = None
     """A file that gets one JSON line a batch size and variant."""
-
-
-Say = Callable[[str], None]
-"""Called with a line on how far the program is."""
-
-
-def options(variant: str) -> dict[str, str | int | bool]:
-    """XLA's options of a variant, the engine's own among them.
-
-    Raises:
-        ValueError: something that is no NAME=VALUE.
-    """
-    chosen: dict[str, str | int | bool] = dict(COMPILER_OPTIONS)
-    for option in variant.split(";") if variant != "engine" else ():
-        name, equals, value = option.strip().partition("=")
-        if not equals:
-            raise ValueError(f"{option!r} is no NAME=VALUE")
-        words = {"true": True, "false": False}
-        chosen[name] = int(value) if value.lstrip("-").isdigit() else words.get(value, value)
-    return chosen
 
 
 def first_rows(config: ModelConfig, batch: int, args: Args) -> np.ndarray:
@@ -181,24 +162,14 @@ def measure(
     Raises:
         FloatingPointError: logits that are no numbers.
     """
-    begun = time.perf_counter()
-    compiled = lowered.compile(options(variant))
-    say(f"batch {batch}, {variant}: compiled in {time.perf_counter() - begun:.1f} s")
+    compiled = compile_step(lowered, f"batch {batch}", variant, say)
     step = Step(config, params, batch, args, compiled)
-    clock = time_step(step, batch, variant, args, say)
-    launched = kernel_times(lambda: [step.run() for _ in range(PROFILED)][-1])
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
     return StepTime(
         batch=batch,
         variant=variant,
-        **clock,
-        kernel_ms=sum(ms for _, ms in launched) / PROFILED if launched else math.nan,
-        kernels=len(launched) / PROFILED,
+        **time_step(step, batch, variant, args, say),
         floor_ms=floor_ms(step_bytes(config, batch, args.context)),
-        temporaries=memory.temp_size_in_bytes if memory else 0,
-        copied=sum(large_copies(text).values()),
-        parts=tuple(shares(launched, PROFILED, origins(text))),
-        longest=longest(launched, PROFILED),
+        **profile(compiled, step.run),
     )
 
 
@@ -223,8 +194,8 @@ def bench(
         for variant in args.variants:
             try:
                 yield measure(config, params, batch, variant, args, lowered, say)
-            except (jax.errors.JaxRuntimeError, FloatingPointError) as error:
-                yield Failure(batch, variant, f"{type(error).__name__}: {error}"[:2000])
+            except REFUSED as error:
+                yield failure(batch, variant, error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,29 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = tyro.cli(Args, args=argv)
     settle("auto", args.mem_fraction)
     config = shortened(published_config(args.model), args.layers)
-    console, begun = Console(width=130), time.perf_counter()
-
-    def say(line: str) -> None:
-        print(f"{time.perf_counter() - begun:6.1f} s  {line}", flush=True)
-
+    say = clock()
     say(f"{args.model}, {config.num_layers} layers, {config.dtype}; {machine()}")
-    failed = False
-    for took in bench(config, args, say):
-        where = {"model": args.model, "machine": machine(), "date": date.today().isoformat()}
-        line = took._asdict() | where
-        if isinstance(took, StepTime):
-            line["parts"] = [share._asdict() for share in took.parts]
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        if isinstance(took, Failure):
-            say(f"batch {took.batch}, {took.variant} failed: {took.error}")
-            failed = True
-        else:
-            for table in tables(took):
-                console.print(table)
-    return FAILED if failed else 0
+    return follow(bench(config, args, say), {"model": args.model}, args.out, say)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ frames behind every instruction; that leads from a kernel to the function that a
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 LIBRARY = re.compile(r"cublas|cutlass|nvjet|gemm|gemv|splitK", re.IGNORECASE)
@@ -19,9 +19,10 @@ PARTS: tuple[tuple[str, str], ...] = (
     (r"MoE\.|FeedForward\.", "shared expert and dense feed-forward"),
     (r"paged_attention|attend|attention|mla", "attention"),
     (r"PagedMixer\.|LatentAttention\.|GatedAttention\.", "attention projections"),
-    (r"delta_decode|delta", "delta rule"),
-    (r"short_conv|next_windows", "short convolution"),
-    (r"DeltaMixer\.", "delta projections, gates and norms"),
+    (r"delta_|kda_prep|kda_walk|gdn_prefill|gdn_within", "delta rule"),
+    (r"short_conv|next_windows|conv_windows", "short convolution"),
+    (r"Linear\..*DeltaMixer\.", "delta projections"),
+    (r"DeltaMixer\.", "delta gates and norms"),
     (r"sample|greedy", "sampling"),
     (r"HybridModel\.logits|Embedding\.", "embedding and logits"),
     (r"HybridModel\.|RMSNorm|normalise", "residual stream and norms"),
@@ -57,6 +58,14 @@ def origins(text: str) -> dict[str, str]:
     return found
 
 
+def library_calls(text: str) -> list[str]:
+    """The Python frames behind every matrix product of a library, in the order of their launch."""
+    found, entry = origins(text), text[text.find("\nENTRY") :]
+    pattern = r'^\s+(?:ROOT )?%?([\w.-]+) = .*custom_call_target="__cublas'
+    names = re.findall(pattern, entry, re.MULTILINE)
+    return [found.get(re.sub(r"[.-]", "_", name), "") for name in names]
+
+
 def large_copies(text: str, least: int = 2**20) -> dict[str, int]:
     """Bytes of every whole-array copy in a compiled program, by instruction, from `least` bytes on.
 
@@ -86,24 +95,21 @@ def _table(text: str, title: str, pattern: str) -> list[tuple[str, ...]]:
 
 
 def _parent(rest: str) -> int:
+    """XLA prints one more than the number of the parent, 0 for none; so the first has itself."""
     found = re.search(r"parent_frame_id=(\d+)", rest)
-    return int(found.group(1)) if found else 0
+    return int(found.group(1)) - 1 if found else 0
 
 
 def _chain(frames: Mapping[int, tuple[str, int]], frame: int) -> str:
     chain: list[str] = []
     while frame in frames and len(chain) < 64:
-        name, parent = frames[frame]
+        name, frame = frames[frame]
         chain.append(name)
-        if parent == frame:
-            break
-        frame = parent
     return " < ".join(chain)
 
 
-def part(kernel: str, found: Mapping[str, str]) -> str:
-    """The part of the model a kernel belongs to."""
-    frames = found.get(kernel, found.get(kernel.removesuffix("_impl")))
+def part(kernel: str, frames: str | None) -> str:
+    """The part of the model a kernel belongs to, by the frames behind it, else by its name."""
     if frames is None and LIBRARY.search(kernel):
         return "matrix products of libraries"
     for pattern, name in PARTS:
@@ -113,12 +119,24 @@ def part(kernel: str, found: Mapping[str, str]) -> str:
 
 
 def shares(
-    launched: Iterable[tuple[str, float]], steps: int, found: Mapping[str, str]
+    launched: Sequence[tuple[str, float]],
+    steps: int,
+    found: Mapping[str, str],
+    products: Sequence[str] = (),
 ) -> list[Share]:
-    """The parts of a step, the largest first, from (kernel, milliseconds) of `steps` steps."""
+    """The parts of a step, the largest first, from (kernel, milliseconds) of `steps` steps.
+
+    `products` are the frames behind the libraries' matrix products of a step, in order; where
+    another number of them was launched, they stay a part of their own.
+    """
+    library = [i for i, (name, _) in enumerate(launched) if _multiplies(name, found)]
+    behind: dict[int, str] = {}
+    if len(library) == steps * len(products):
+        behind = dict(zip(library, steps * list(products), strict=True))
     spent: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for kernel, ms in launched:
-        spent[part(kernel, found)][kernel].append(ms)
+    for i, (kernel, ms) in enumerate(launched):
+        frames = behind.get(i, found.get(kernel, found.get(kernel.removesuffix("_impl"))))
+        spent[part(kernel, frames)][kernel].append(ms)
     rows = []
     for name, kernels in spent.items():
         largest = sorted(kernels, key=lambda kernel: -sum(kernels[kernel]))
@@ -126,6 +144,12 @@ def shares(
         count = sum(map(len, kernels.values())) / steps
         rows.append(Share(name, total, count, tuple(largest[:3])))
     return sorted(rows, key=lambda row: -row.ms)
+
+
+def _multiplies(kernel: str, found: Mapping[str, str]) -> bool:
+    """Whether it is a library's product itself, not the sum over its parts behind it."""
+    known = kernel in found or kernel.removesuffix("_impl") in found
+    return not known and bool(LIBRARY.search(kernel)) and "reduce" not in kernel
 
 
 def longest(

@@ -33,7 +33,7 @@ def page(lines: Sequence[Line], source: str) -> str:
         "launches cost it nothing), each behind a flush of the cache, peers on the same data in the"
         " same process. *floor*: bytes at 4.3 TB/s or operations at 790 TFLOP/s, whichever takes "
         "longer. *speed*: the best peer's time over ours. *error*: ours against the reference, "
-        "relative root mean square.",
+        "relative root mean square. *temporaries*: what ours needs beside arguments and results.",
     ]
     for op in dict.fromkeys(line["op"] for line in timed):
         parts += [f"## {op}", _table([line for line in timed if line["op"] == op])]
@@ -41,8 +41,8 @@ def page(lines: Sequence[Line], source: str) -> str:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    rows = ["| shape | floor | ours | of floor | error | xla | best peer | speed |"]
-    rows.append("| :-- | --: | --: | --: | --: | --: | :-- | --: |")
+    rows = ["| shape | floor | ours | of floor | error | temporaries | xla | best peer | speed |"]
+    rows.append("| :-- | --: | --: | --: | --: | --: | --: | :-- | --: |")
     for shape in dict.fromkeys(line["shape"] for line in lines):
         here = [line for line in lines if line["shape"] == shape]
         ours = next((line for line in here if line["impl"] == "ours"), None)
@@ -56,12 +56,17 @@ def _table(lines: Sequence[Line]) -> str:
             f"{ours['ms']:.4f}",
             f"{ours['of_floor']:.0%}",
             f"{ours['error']:.0e}",
+            _megabytes(ours.get("temporaries")),
             _ms(x for x in here if x["impl"] == "xla"),
             f"{best['ms']:.4f} {best['impl']}" if best else "",
             f"{best['ms'] / ours['ms']:.2f}x" if best else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _megabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:.1f} MB"
 
 
 def _ms(lines: Iterable[Line]) -> str:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench.clocks import Timing, timed
 from pallas_kernels.bench.peers import peers
-from pallas_kernels.bench.timing import Case, Problem, WrongResult, checked
+from pallas_kernels.bench.timing import Case, Problem, Run, WrongResult, checked
 
 MARK = "@bench "
 INPUTS = "inputs"
@@ -85,7 +85,8 @@ def _measured(problem: Problem, make: Any, floor_ms: float) -> dict[str, Any]:
         if run is None:
             return {}
         error, run = checked(run, problem)
-        return _figures(timed(run), floor_ms) | {"error": error}
+        held = {"temporaries": _temporaries(run)}
+        return _figures(timed(run), floor_ms) | held | {"error": error}
     except WrongResult as error:
         return {"failed": f"wrong result: {error}"}
     except Exception as error:
@@ -105,6 +106,15 @@ def _figures(timing: Timing, floor_ms: float) -> dict[str, Any]:
         "timer": timing.timer,
         "parts": timing.parts if len(timing.parts) > 1 else {},
     }
+
+
+def _temporaries(run: Run) -> int | None:
+    """Bytes that a jitted call needs beside its arguments and results; None where nobody says."""
+    lower = getattr(run.call, "lower", None)
+    if lower is None:
+        return None
+    analysis = lower(*run.args).compile().memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
 
 
 def _reason(error: Exception) -> str:

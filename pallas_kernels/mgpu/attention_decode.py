@@ -168,8 +168,23 @@ def attend(
         limits if shapes.limited else lengths,
         *(x.reshape(layers * pages, PAGE, heads, -1) for x in arrays),
     )
-    out = merge(shapes, tiling, cache.width, page_table.shape[1], interpret)(lengths, *parts)
+    if shapes.splits == 1:
+        out = _only_split(jnp.repeat(lengths, heads), *parts)
+    else:
+        out = merge(shapes, tiling, cache.width, page_table.shape[1], interpret)(lengths, *parts)
     return out.reshape(count, heads, shapes.queries, cache.width)[:, :, :each]
+
+
+def _only_split(
+    lengths: jax.Array, tops: jax.Array, totals: jax.Array, values: jax.Array
+) -> jax.Array:
+    """What `merge` gives of a single split, left to XLA, which makes it part of what follows.
+
+    No split is written of a row without keys.
+    """
+    total = jnp.where(totals == 0.0, 1.0, totals)[:, 0, :, None]
+    out = values[:, 0].astype(jnp.float32) / total
+    return jnp.where((lengths > 0)[:, None, None], out, 0.0)
 
 
 def _splits(shapes: Shapes, tiling: Tiling, width: int, interpret: Any) -> Callable[..., Any]:

@@ -66,5 +66,7 @@ def prefill(
     out = kernel.attend(queries, cache, page_table, owners, limits, scale, tiling, interpret)
     out = out.reshape(-1, heads, tokens, group, cache.width).swapaxes(1, 2)
     out = out.reshape(-1, query_heads, cache.width)
-    empty = jnp.zeros((count, query_heads, cache.width), jnp.float32)
-    return empty.at[jnp.where(real, index, count)].set(out, mode="drop")
+    # Gathered by token, which XLA makes one with what follows; a scatter of `out` it would not.
+    token = jnp.where(real, index, count)
+    place = jnp.full((count,), -1).at[token].set(jnp.arange(token.shape[0]), mode="drop")
+    return jnp.where((place >= 0)[:, None, None], out[place], 0.0)

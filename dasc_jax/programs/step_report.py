@@ -1,4 +1,4 @@
-"""The figures of a timed decode step, and the tables they are shown in."""
+"""The figures of a timed step of a model, and the tables they are shown in."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,21 +32,40 @@ class StepTime(NamedTuple):
     """The kernels that take most of a step: (name, milliseconds, how many)."""
 
 
-class Failure(NamedTuple):
-    """A batch size and variant that could not be timed, and why."""
+class PrefillTime(NamedTuple):
+    """Milliseconds of a prefill of so many requests of so many tokens each; see `StepTime`."""
 
-    batch: int
+    requests: int
+    tokens: int
+    variant: str
+    ms: float
+    synced_ms: float
+    dispatch_ms: float
+    kernel_ms: float
+    kernels: float
+    floor_ms: float
+    temporaries: int
+    copied: int
+    parts: tuple[Share, ...]
+    longest: tuple[tuple[str, float, float], ...]
+
+
+class Failure(NamedTuple):
+    """A batch size (of prompts: REQUESTSxTOKENS) and variant not timed, and why."""
+
+    batch: int | str
     variant: str
     error: str
 
 
-def tables(took: StepTime) -> Iterator[Table]:
-    """The figures of a batch size, and where the kernels' time goes."""
+def tables(took: StepTime | PrefillTime) -> Iterator[Table]:
+    """The figures of a step, and where the kernels' time goes."""
+    size = took.batch if isinstance(took, StepTime) else f"{took.requests}x{took.tokens}"
     names = ("batch", "ms a step", "waiting", "launching", "kernels", "number", "floor")
     table = Table(*names, "temporaries", "copied", title=took.variant)
     figures = (took.ms, took.synced_ms, took.dispatch_ms, took.kernel_ms)
     table.add_row(
-        str(took.batch),
+        str(size),
         *(f"{ms:.3f}" for ms in figures),
         f"{took.kernels:.0f}",
         f"{took.floor_ms:.3f}",
