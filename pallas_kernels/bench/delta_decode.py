@@ -2,6 +2,7 @@
 
 32 value heads of 128 x 128 in float32 (16 key heads for GDN), random slots of a pool of two layers.
 `delta_decode` is what peers compute; `delta_step` has the gates and the output norm in it.
+`scale_states` is what XLA reaches when it only reads and writes as many states, in place or not.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,33 +19,37 @@ from pallas_kernels.mgpu.delta_tile import Tiling
 
 HEADS, KEY_HEADS, DIM = 32, {"kda": 32, "gdn": 16}, 128
 LAYER, EPS = 1, 1e-6
+STATE_BYTES = 2 * HEADS * DIM * DIM * 4
+"""Of a request, in and out."""
 BATCHES = (1, 8, 32, 64, 128, 256)
-SMALL = (Tiling(32, 0, 0), Tiling(64, 0, 0))
-LARGE = (Tiling(64, 0, 0), Tiling(128, 0, 0), Tiling(64, 1, 0), Tiling(128, 1, 0), Tiling(64, 2, 3))
-STEP = (Tiling(128, 0, 0), Tiling(128, 1, 0), Tiling(128, 3, 1))
-SWEPT = (("kda", 64), ("kda", 256), ("gdn", 32), ("gdn", 128))
-"""Where tilings are compared, beside the small batches."""
+SMALL = (Tiling(32, 0, "registers"), Tiling(64, 0))
+LARGE = (Tiling(64, 0), Tiling(64, 1), Tiling(128, 1))
+TILINGS = {1: SMALL, 8: SMALL, 32: LARGE, 64: LARGE, 128: LARGE, 256: LARGE}
+STEP = (Tiling(128, 0), Tiling(128, 1))
+SCALED = (64, 256)
+"""Batches whose states are scaled."""
 
 
 def cases() -> Iterator[Case]:
-    """All batches of both kinds, without the gates and the norm, then with them."""
+    """All batches of both kinds, without the gates and the norm, then with them; bare states."""
     for kind in ("kda", "gdn"):
         for batch in BATCHES:
-            tilings = SMALL if batch <= 8 else LARGE if (kind, batch) in SWEPT else ()
             shape, floor = f"{kind} B={batch}", floor_ms(moved_bytes(kind, batch))
-            yield Case("delta_decode", shape, floor, partial(_decode, kind, batch, tilings))
+            make = partial(_decode, kind, batch, TILINGS[batch])
+            yield Case("delta_decode", shape, floor, make)
     for kind in ("kda", "gdn"):
         for batch in BATCHES:
-            tilings = STEP if (kind, batch) in SWEPT else ()
             shape, floor = f"{kind} B={batch}", floor_ms(moved_bytes(kind, batch))
-            yield Case("delta_step", shape, floor, partial(_step, kind, batch, tilings))
+            yield Case("delta_step", shape, floor, partial(_step, kind, batch, STEP))
+    for batch in SCALED:
+        floor = floor_ms(batch * STATE_BYTES)
+        yield Case("scale_states", f"B={batch}", floor, partial(_scale, batch))
 
 
 def moved_bytes(kind: str, batch: int) -> int:
     """States in and out; q, k, v and o, 16 bits an element, and KDA's decay, 32, beside them."""
-    states = 2 * HEADS * DIM * DIM * 4
     vectors = (2 * KEY_HEADS[kind] + 2 * HEADS) * DIM * 2 + HEADS * DIM * 4 * (kind == "kda")
-    return batch * (states + vectors)
+    return batch * (STATE_BYTES + vectors)
 
 
 def _normal(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -73,7 +78,7 @@ def _decode(kind: str, batch: int, tilings: tuple[Tiling, ...]) -> Problem:
         inputs=inputs | {"pool": pool, "slots": slots, "layer": LAYER},
         expected=runs.expected(),
         tolerance=1e-5,
-        runs=runs.all(tilings),
+        runs=runs.all(tilings) | {"ours[slots in order]": runs.in_order},
     )
 
 
@@ -93,6 +98,19 @@ def _step(kind: str, batch: int, tilings: tuple[Tiling, ...]) -> Problem:
     return Problem({}, runs.expected(), 4e-3, runs.all(tilings))
 
 
+def _scale(batch: int) -> Problem:
+    def scale(states: jax.Array) -> tuple[jax.Array]:
+        return (1.0001 * states,)
+
+    def run(in_place: bool) -> Run:
+        step = jax.jit(scale, donate_argnums=(0,) if in_place else ())
+        return Run(step, (jnp.copy(states),), int(in_place), lambda out: out[0])
+
+    (states,) = _normal(4, (batch, HEADS, DIM, DIM))
+    runs = {"xla": partial(run, True), "xla[out of place]": partial(run, False)}
+    return Problem({}, scale(states)[0], 1e-6, runs)
+
+
 class _Runs(NamedTuple):
     """The kernel and its XLA form on the same arrays: tokens, then the pool, slots and statics."""
 
@@ -106,9 +124,15 @@ class _Runs(NamedTuple):
     def all(self, tilings: tuple[Tiling, ...]) -> dict[str, Callable[[], Run]]:
         runs = {"ours": partial(self.run, self.mosaic), "xla": partial(self.run, self.xla)}
         for t in tilings:
-            name = f"ours[V={t.block_v},stages={t.stages},ctas={t.ctas_per_sm}]"
+            name = f"ours[V={t.block_v},stages={t.stages},{t.vectors}]"
             runs[name] = partial(self.run, partial(self.mosaic, tiling=t))
         return runs
+
+    def in_order(self) -> Run:
+        """States that follow each other in the pool as their requests do."""
+        slots = 1 + jnp.arange(self.slots.shape[0], dtype=jnp.int32)
+        pool = self.pool.at[LAYER, slots].set(self.pool[LAYER, self.slots])
+        return self._replace(pool=pool, slots=slots).run(self.mosaic)
 
     def run(self, op: Callable[..., Any]) -> Run:
         step = jax.jit(partial(self.call, op), donate_argnums=0)

@@ -23,7 +23,8 @@ KERNELS = {
 
 
 def peers(op: str) -> tuple[Peer, ...]:
-    """The released call in both state layouts, in place in a pool, and every tile."""
+    """The released call in both state layouts, in place (in a pool, where it takes one), and every
+    tile."""
     packages = ("torch", "fla")
     tiled = tuple(
         Peer(f"fla[V={columns},warps={warps}]", packages, partial(_call, (columns, warps), False))
@@ -32,6 +33,7 @@ def peers(op: str) -> tuple[Peer, ...]:
     return (
         Peer("fla", packages, partial(_call, None, False)),
         Peer("fla[v first]", packages, partial(_call, None, True)),
+        Peer("fla[v first,in place]", packages, _in_place),
         Peer("fla[pool]", packages, partial(_pooled, None)),
         Peer("fla[pool,V=16,warps=2]", packages, partial(_pooled, (16, 2))),
         *tiled,
@@ -49,7 +51,14 @@ def _kind(problem: Problem) -> str:
     return "kda" if problem.inputs["g"].ndim == 3 else "gdn"
 
 
-def _call(tile: tuple[int, int] | None, v_first: bool, problem: Problem) -> Run:
+def _in_place(problem: Problem) -> Run | None:
+    """States as an array of the batch, overwritten; GDN only, as KDA's kernel has a pool."""
+    return None if _kind(problem) == "kda" else _call(None, True, problem, in_place=True)
+
+
+def _call(
+    tile: tuple[int, int] | None, v_first: bool, problem: Problem, in_place: bool = False
+) -> Run:
     """States in and out as arrays of the batch: no pool, no slots."""
     module, name = KERNELS[_kind(problem)]
     recurrent = getattr(importlib.import_module(module), name)
@@ -60,7 +69,7 @@ def _call(tile: tuple[int, int] | None, v_first: bool, problem: Problem) -> Run:
     tensors = _tensors(problem)
 
     def call() -> Any:
-        with _tiled(module, f"{name}_fwd_kernel", tile):
+        with _tiled(module, f"{name}_fwd_kernel", tile, in_place):
             return recurrent(
                 **tensors,
                 initial_state=state,
@@ -71,6 +80,7 @@ def _call(tile: tuple[int, int] | None, v_first: bool, problem: Problem) -> Run:
 
     def result(out: Any) -> dict[str, Any]:
         o, final = out
+        final = state if in_place else final
         return {"o": o[:, 0], "state": final.transpose(-1, -2) if v_first else final}
 
     return Run(_inference(call), (), 0, result, "torch", BF16_TOLERANCE)
@@ -122,30 +132,38 @@ def _inference(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _tiled(module: str, kernel: str, tile: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, `kernel` is launched with (value columns, warps) of `tile`."""
-    if tile is None:
+def _tiled(
+    module: str, kernel: str, tile: tuple[int, int] | None, in_place: bool = False
+) -> Iterator[None]:
+    """Inside, `kernel` is launched with (value columns, warps) of `tile`, and as told in place."""
+    if tile is None and not in_place:
         yield
         return
     holder = importlib.import_module(module)
     released = getattr(holder, kernel)
-    setattr(holder, kernel, _Retiled(released, *tile))
+    setattr(holder, kernel, _Relaunched(released, tile, in_place))
     try:
         yield
     finally:
         setattr(holder, kernel, released)
 
 
-class _Retiled:
-    """A Triton kernel that is launched over other tiles than its caller asks for."""
+class _Relaunched:
+    """A Triton kernel that is launched over other tiles than its caller asks for, or writes final
+    states over initial ones: every program reads its tile of a token's state before it writes."""
 
-    def __init__(self, kernel: Any, columns: int, warps: int):
-        self.kernel, self.columns, self.warps = kernel, columns, warps
+    def __init__(self, kernel: Any, tile: tuple[int, int] | None, in_place: bool):
+        self.kernel, self.tile, self.in_place = kernel, tile, in_place
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(**arguments: Any) -> Any:
-            programs = grid[0] * arguments["BV"] // self.columns
-            tiles = {"BV": self.columns, "num_warps": self.warps}
-            return self.kernel[(programs,)](**(arguments | tiles))
+            programs = grid[0]
+            if self.tile is not None:
+                columns, warps = self.tile
+                programs = programs * arguments["BV"] // columns
+                arguments |= {"BV": columns, "num_warps": warps}
+            if self.in_place:
+                arguments["ht"] = arguments["h0"]
+            return self.kernel[(programs,)](**arguments)
 
         return launch

@@ -1,41 +1,45 @@
 """One token of the delta rule for many requests, on Hopper, in place in a pool of states.
 
-The work is moving states: 128 KB a head and token, at hardly a FLOP a byte. Tiles travel by bulk
-copies between the pool and a ring in shared memory, several on their way at once. What else a tile
-takes is loaded one tile ahead: device memory is slow to answer while it is that busy.
+The work is moving states: 128 KB a head and token, at hardly a FLOP a byte. Every tile of a state
+has a thread block of its own, and as many as fit into a multiprocessor keep its loads and stores on
+their way.
 """
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mgpu.common import LANE, no_hopper
 from pallas_kernels.mgpu.delta_tile import (
-    SMS,
     Refs,
     Shape,
     Tiling,
-    Token,
     place,
-    read,
     row_names,
-    skip,
     update,
 )
 
+SMS = 132
+"""Multiprocessors of an H100 or H200."""
+MANY = 2048
+"""States beyond which it pays, on an H200, to send them through shared memory."""
 
-def default_tiling(batch: int, heads: int) -> Tiling:
-    """As measured on an H200: tiles straight to registers, narrower ones while heads cannot fill
-    it; through shared memory when there are very many."""
-    states = batch * heads
+
+def decode_tiling(states: int) -> Tiling:
+    """As measured on an H200: narrow tiles, which wait for nothing but loads, while there are too
+    few states to fill it."""
     if states <= SMS:
-        return Tiling(32, 0, 0)
-    return Tiling(64, 0, 0) if states <= 2048 else Tiling(64, 1, 0)
+        return Tiling(32, 0, "registers")
+    return Tiling(64, int(states > MANY))
+
+
+def step_tiling(states: int, value_dim: int) -> Tiling:
+    """Whole heads, over which the output norm is taken."""
+    return Tiling(value_dim, int(states > MANY))
 
 
 def decode(
@@ -53,7 +57,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`delta_decode`: (pool, o `[B, H, V]` float32)."""
     (batch, heads, value_dim), (_, key_heads, key_dim) = v.shape, q.shape
-    tiling = tiling or default_tiling(batch, heads)
+    tiling = tiling or decode_tiling(batch * heads)
     shape = Shape(
         batch, heads, key_heads, key_dim, value_dim, layer, kda=g.ndim == 3, eps=None, tiling=tiling
     )
@@ -81,7 +85,9 @@ def step(
     """`delta_step`: (pool, y `[B, H, V]` in qkv's dtype)."""
     (batch, heads, value_dim), key_dim = gate.shape, pool.shape[3]
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
-    tiling = tiling or Tiling(value_dim, 0, 0)
+    tiling = tiling or step_tiling(batch * heads, value_dim)
+    if tiling.vectors == "registers":
+        raise ValueError("vectors=registers: gates of delta_step are computed once a channel")
     if tiling.block_v != value_dim:
         raise ValueError(f"block_v={tiling.block_v}: the output norm spans all {value_dim} columns")
     shape = Shape(
@@ -112,91 +118,44 @@ def _launch(
     names = ("slots", *operands, "pool", "o")
 
     def delta_decode(*refs, **scratch):
-        _walk(shape, dict(zip(names, refs, strict=True)), scratch)
+        _advance(shape, dict(zip(names, refs, strict=True)), scratch)
 
     ref = jax.new_ref(pool)
     o = plgpu.kernel(
         delta_decode,
         out_type=jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.value_dim), dtype),
         scratch_types=_scratch(shape),
-        grid=(shape.ctas,),
-        grid_names=("cta",),
-        compiler_params=LANE,
+        grid=(shape.tiles,),
+        grid_names=("tile",),
+        compiler_params=dataclasses.replace(LANE, unsafe_no_auto_barriers=shape.tiling.unfenced),
         interpret=interpret,
     )(slots, *operands.values(), ref)
     return jax.freeze(ref), o
 
 
 def _scratch(shape: Shape) -> dict[str, Any]:
-    """Vectors of the tile at work; a ring of tiles, with a barrier a stage."""
+    """Vectors of the tile; if it passes through, room for it and the barrier of its arrival."""
     vector = plgpu.SMEM((shape.key_dim,), jnp.float32)
     scratch: dict[str, Any] = dict.fromkeys(row_names(shape), vector)
-    stages = shape.tiling.stages
-    if stages:
-        tile = (shape.key_dim, shape.tiling.block_v)
-        scratch["ring"] = plgpu.SMEM((stages, *tile), jnp.float32)
-        scratch["arrived"] = plgpu.Barrier(num_barriers=stages)
+    if shape.tiling.stages:
+        scratch["state"] = plgpu.SMEM((shape.key_dim, shape.tiling.block_v), jnp.float32)
+        scratch["arrived"] = plgpu.Barrier()
     return scratch
 
 
-def _walk(shape: Shape, refs: Refs, scratch: Refs) -> None:
-    """The tiles of one thread block, every `ctas`-th: fetched ahead, updated, written back."""
-    stages, first, stride = shape.tiling.stages, lax.axis_index("cta"), shape.ctas
-    # A stage is filled again once the bulk copy out of it has read it: one tile later, so that
-    # nobody waits for the copy that was just started.
-    lag = min(1, stages - 1)
-
-    def advance(i: Any, token: Token) -> None:
-        @pl.when(token.slot > 0)
-        def _():
-            update(shape, refs, scratch, first + i * stride, i, token)
-            if stages:
-                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-
-        @pl.when(token.slot <= 0)
-        def _():
-            skip(shape, refs, first + i * stride)
-            if stages:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def turn(i: Any, token: Token) -> Token:
-        following = jnp.minimum(first + (i + 1) * stride, shape.tiles - 1)
-        ahead = read(shape, refs, following)
-        advance(i, token)
-        refilled = i + stages - lag
-
-        @pl.when((i >= lag) & (first + refilled * stride < shape.tiles))
-        def _():
-            _fetch(shape, refs, scratch, first, refilled)
-
-        return ahead
-
-    for i in range(stages):
-        pl.when(first + i * stride < shape.tiles)(
-            functools.partial(_fetch, shape, refs, scratch, first, i)
-        )
-    token = read(shape, refs, first)
-    if stride == shape.tiles:
-        advance(0, token)
-    else:
-        turns = lax.div(shape.tiles - first + (stride - 1), stride)
-        lax.fori_loop(0, turns, turn, token)
-    if stages:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _fetch(shape: Shape, refs: Refs, scratch: Refs, first: Any, i: Any) -> None:
-    """Start the copy of the i-th tile into its stage; padding has none."""
-    b, h, columns = place(shape, first + i * shape.ctas)
-    slot, stage = refs["slots"][b], lax.rem(i, shape.tiling.stages)
-
-    @pl.when(slot > 0)
-    def _():
-        plgpu.copy_gmem_to_smem(
-            refs["pool"].at[shape.layer, slot, h, :, columns],
-            scratch["ring"].at[stage],
-            scratch["arrived"].at[stage],
-        )
+def _advance(shape: Shape, refs: Refs, scratch: Refs) -> None:
+    """The tile of one thread block: fetched, updated, written back."""
+    tile = lax.axis_index("tile")
+    if not shape.tiling.stages:
+        update(shape, refs, scratch, tile)
+        return
+    b, h, columns = place(shape, tile)
+    slot = jnp.maximum(refs["slots"][b], 0)
+    plgpu.copy_gmem_to_smem(
+        refs["pool"].at[shape.layer, slot, h, :, columns], scratch["state"], scratch["arrived"]
+    )
+    update(shape, refs, scratch, tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def refuses_decode(*args: Any) -> str | None:

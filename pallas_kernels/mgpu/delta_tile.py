@@ -5,11 +5,14 @@ over its rows once:
 
     p = S^T (k exp g),  r = S^T (q exp g);   u = beta (v - p)
     o = r + (q . k) u;   S <- diag(exp g) S + k u^T
+
+Nothing branches before the end: a load behind a branch waits for what decides it, and device memory
+is slow to answer while it is busy.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +20,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-SMS = 132
-"""Multiprocessors of an H100 or H200; another number only shares tiles out less evenly."""
 WARPS, LANES, VECTOR = 4, 32, 4
 Refs = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How states are cut and moved.
+    """How states are cut and moved; every tile has a thread block of its own.
 
-    `block_v` value columns make a tile: 32, 64 or 128. `stages` tiles fit into the shared memory of
-    a thread block; with 0 they go straight between the pool and registers. `ctas_per_sm` thread
-    blocks an SM share the tiles out; with 0 every tile has its own.
+    `block_v` value columns make a tile: 32, 64 or 128. With 0 `stages` it goes straight between the
+    pool and registers; with 1, by bulk copies through shared memory, so that a thread block waiting
+    for its state needs no registers for it.
+
+    The vectors of a tile reach the threads that need them through "shared" memory, after one thread
+    a channel has computed them, or every thread loads and computes those of its rows in
+    "registers": more work, but nothing is exchanged before the products.
     """
 
-    block_v: int = 128
-    stages: int = 3
-    ctas_per_sm: int = 1
+    block_v: int
+    stages: int
+    vectors: Literal["shared", "registers"] = "shared"
 
     def __post_init__(self):
         if self.block_v not in (32, 64, 128):
             raise ValueError(f"block_v={self.block_v} is none of 32, 64, 128")
-        if self.stages == 0 and self.ctas_per_sm:
-            raise ValueError("a tile in registers needs a thread block of its own: ctas_per_sm=0")
+        if self.stages not in (0, 1):
+            raise ValueError(f"stages={self.stages} is neither 0 nor 1")
+        if self.vectors == "registers" and self.stages:
+            raise ValueError("vectors=registers needs the tile in registers too: stages=0")
+
+    @property
+    def unfenced(self) -> bool:
+        """Whether what threads share is fenced by hand: automatic barriers hold loads back."""
+        return self.vectors == "registers" or self.stages == 1
+
+    @property
+    def layout(self) -> Any:
+        """Of a tile in registers. Its warps share the rows as far as each has 128 bytes of them;
+        without an exchange through shared memory, they only share columns."""
+        down = 1 if self.vectors == "registers" else WARPS * LANES // self.block_v
+        return _tile_layout(self.block_v, down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +89,6 @@ class Shape:
     def tiles(self) -> int:
         return self.batch * self.heads * self.blocks
 
-    @property
-    def ctas(self) -> int:
-        return min(self.tiles, self.tiling.ctas_per_sm * SMS or self.tiles)
-
 
 def place(shape: Shape, tile: Any) -> tuple[Any, Any, Any]:
     """(request, head, value columns) of a tile; the tiles of a head are neighbours."""
@@ -84,7 +99,8 @@ def place(shape: Shape, tile: Any) -> tuple[Any, Any, Any]:
 
 class Token(NamedTuple):
     """What a tile takes beside its state, in registers. q, k and KDA's gate have a channel a
-    thread; v and the output gate lie along the columns of a tile; the others are scalars.
+    thread, or with vectors in registers lie along the rows of a tile; v and the output gate lie
+    along its columns; the others are scalars.
     """
 
     slot: jax.Array
@@ -102,7 +118,9 @@ def read(shape: Shape, refs: Refs, tile: Any) -> Token:
     b, h, columns = place(shape, tile)
     key_head = lax.div(h, shape.heads // shape.key_heads)
     channel = plgpu.Layout.WG_STRIDED((shape.key_dim,), vec_size=1)
-    by_column = _tile_layout(shape.tiling.block_v).reduce(0)
+    if shape.tiling.vectors == "registers":
+        channel = shape.tiling.layout.reduce(1)
+    by_column = shape.tiling.layout.reduce(0)
     if shape.fused:
         keys, row = shape.key_heads * shape.key_dim, refs["qkv"].at[b]
         q = row.at[pl.ds(key_head * shape.key_dim, shape.key_dim)]
@@ -125,52 +143,92 @@ def read(shape: Shape, refs: Refs, tile: Any) -> Token:
     )
 
 
-def update(shape: Shape, refs: Refs, scratch: Refs, tile: Any, i: Any, token: Token) -> None:
-    """Advance the state of a tile by its token, send it back, and write o."""
+def update(shape: Shape, refs: Refs, scratch: Refs, tile: Any) -> None:
+    """Advance the state of a tile by its token, send it back, and write o. Padding computes too, on
+    slot 0; all of it is dropped."""
     b, h, columns = place(shape, tile)
-    # Converted only now: a conversion right behind the load would wait for it.
+    slot, layout = refs["slots"][b], shape.tiling.layout
+    home = refs["pool"].at[shape.layer, jnp.maximum(slot, 0), h, :, columns]
+    token = read(shape, refs, tile)
+    s = None if shape.tiling.stages else _load(home, layout)
+    # Converted only now: a conversion right behind a load would wait for it.
     token = Token(token.slot, *jax.tree.map(lambda x: x.astype(jnp.float32), token[1:]))
-    stages, layout = shape.tiling.stages, _tile_layout(shape.tiling.block_v)
-    home = refs["pool"].at[shape.layer, token.slot, h, :, columns]
-    if not stages:
-        s = _load(home, layout)
+
+    if s is not None and shape.tiling.vectors == "registers":
+        o, following = _unstaged(shape, token, s)
+    else:
+        o, following = _staged(shape, scratch, token, s)
+    if shape.fused:
+        o = _normed(shape, o.astype(refs["o"].dtype), *token.gate)
+    refs["o"][b, h, columns] = jnp.where(slot > 0, o, 0.0).astype(refs["o"].dtype)
+    # Behind the output: what the compiler loads earlier for it takes registers from the products.
+    s = following()
+
+    @pl.when(slot > 0)
+    def _():
+        if shape.tiling.stages:
+            scratch["state"][...] = s
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(scratch["state"], home)
+        else:
+            home[...] = s
+
+
+def _staged(
+    shape: Shape, scratch: Refs, token: Token, s: jax.Array | None
+) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """o and what computes the next state, from vectors in shared memory; the old state is `s`, or
+    on its way there too."""
+    layout, tall = shape.tiling.layout, (shape.key_dim, shape.tiling.block_v)
     qk, decay = _prepare(shape, scratch, token)
-    if stages:
-        stage = lax.rem(i, stages)
-        plgpu.barrier_wait(scratch["arrived"].at[stage])
-        s = _load(scratch["ring"].at[stage], layout)
+    if shape.tiling.unfenced:
+        plgpu.commit_smem()
+    if s is None:
+        plgpu.barrier_wait(scratch["arrived"])
+        state = _load(scratch["state"], layout)
+    else:
+        state = s
 
     def row(name: str) -> jax.Array:
         vector = _load(scratch[name], layout.reduce(1))
-        return _spread(vector, shape=s.shape, axis=0, layout=layout)
+        return _spread(vector, shape=tall, axis=0, layout=layout)
 
-    p = jnp.sum(s * row("k_decayed"), axis=0)
-    r = jnp.sum(s * row("q_decayed"), axis=0)
-    beta = jax.nn.sigmoid(token.beta) if shape.fused else token.beta
-    u = beta * (token.v - p)
-    s = s * (row("decay") if shape.kda else decay)
-    s = s + row("k") * _spread(u, shape=s.shape, axis=1, layout=layout)
-    if stages:
-        scratch["ring"][stage] = s
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch["ring"].at[stage], home)
-    else:
-        home[...] = s
-    o = r + qk * u
-    if shape.fused:
-        o = _normed(shape, o.astype(refs["o"].dtype), *token.gate)
-    refs["o"][b, h, columns] = o.astype(refs["o"].dtype)
+    p = jnp.sum(state * row("k_decayed"), axis=0)
+    r = jnp.sum(state * row("q_decayed"), axis=0)
+    u = (jax.nn.sigmoid(token.beta) if shape.fused else token.beta) * (token.v - p)
+
+    def following() -> jax.Array:
+        decayed = state * (row("decay") if shape.kda else decay)
+        return decayed + row("k") * _spread(u, shape=tall, axis=1, layout=layout)
+
+    return r + qk * u, following
 
 
-def skip(shape: Shape, refs: Refs, tile: Any) -> None:
-    b, h, columns = place(shape, tile)
-    by_column = _tile_layout(shape.tiling.block_v).reduce(0)
-    zeros = jnp.zeros((shape.tiling.block_v,), refs["o"].dtype)
-    refs["o"][b, h, columns] = plgpu.layout_cast(zeros, by_column)
+def _unstaged(
+    shape: Shape, token: Token, s: jax.Array
+) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """o and what computes the next state. Every thread has the channels of its rows, and scales of
+    q and k move out of the products, so that nothing is exchanged before them."""
+    layout, tall = shape.tiling.layout, (shape.key_dim, shape.tiling.block_v)
+    q, k, decay = token.q, token.k, jnp.exp(token.decay[0])
+
+    def along(x: jax.Array, axis: int) -> jax.Array:
+        return _spread(x, shape=tall, axis=axis, layout=layout)
+
+    s = s * (along(decay, 0) if shape.kda else decay)
+    p = jnp.sum(s * along(k, 0), axis=0)
+    r = jnp.sum(s * along(q, 0), axis=0)
+    k_scale = lax.rsqrt(jnp.sum(k * k) + 1e-6)
+    q_scale = lax.rsqrt(jnp.sum(q * q) + 1e-6) * shape.key_dim**-0.5
+    u = k_scale * (token.beta * (token.v - k_scale * p))
+    o = q_scale * (r + jnp.sum(q * k) * u)
+    return o, lambda: s + along(k, 0) * along(u, 1)
 
 
 def row_names(shape: Shape) -> tuple[str, ...]:
     """Vectors `[K]` that every thread needs some of; one thread a channel computes them."""
+    if shape.tiling.vectors == "registers":
+        return ()
     return ("k", "k_decayed", "q_decayed", *(("decay",) if shape.kda else ()))
 
 
@@ -215,13 +273,16 @@ def _spread(x: jax.Array, *, shape: tuple[int, ...], axis: int, layout: Any) -> 
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, (axis,)), layout)
 
 
-def _tile_layout(block_v: int) -> Any:
-    """Eight threads with four columns each share a row, so that a quarter of a warp touches 128
-    contiguous bytes; four rows a warp; the warps side by side as far as `block_v` reaches, so that
-    sums over rows cross warps as little as they can.
+def _tile_layout(block_v: int, down: int) -> Any:
+    """Of four warps, `down` lie below each other and the others side by side; a thread has four
+    columns of a row, and as many of its neighbours as a warp's columns take share the row.
+
+    Sums over rows cross the warps below each other. A warp that touches 128 contiguous bytes of a
+    row, eight threads, uses whole lines of the cache.
     """
-    across = VECTOR * LANES // 4
-    beside = block_v // across
+    beside = WARPS // down
+    across = block_v // beside
+    rows = VECTOR * LANES // across
     warps = {1: (-5,), 2: (-5, -4), 4: (-4,)}[beside]
-    tiling = plgpu.Tiling(((4 * WARPS // beside, block_v), (4, across), (VECTOR,)))
+    tiling = plgpu.Tiling(((rows * down, block_v), (rows, across), (VECTOR,)))
     return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-3, -2), vector_dim=-1)

@@ -35,8 +35,7 @@ def test_a_step_is_gates_then_recurrence_then_output_norm(kind, dtype, impl):
 @every_kind
 def test_channels_that_are_no_q_k_v_are_refused(kind):
     case = step_cases.step_case(np.random.default_rng(1), kind, heads=3, batch=2)
-    qkv, *tokens = (jnp.asarray(x) for x in case.tokens)
-    pool, slots = jnp.asarray(case.pool), jnp.asarray(case.slots)
+    qkv, *others = (jnp.asarray(x) for x in (*case.tokens, case.pool, case.slots))
     for channels in (qkv[:, 1:], qkv[:, : 3 * 128], qkv[:, 2 * 128 :]):
         with pytest.raises(ValueError, match=f"{channels.shape[1]} channels are no"):
-            pk.delta_step(channels, *tokens, pool, slots, layer=0, eps=EPS)
+            pk.delta_step(channels, *others, layer=0, eps=EPS)
