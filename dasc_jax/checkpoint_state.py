@@ -63,7 +63,7 @@ def pack(
     Raises ValueError when the plan is not of this state's shape.
     """
     layers, batch, heads, key_dim, value_dim = state.temporal.shape
-    _check_state(plan, layers, heads, key_dim)
+    check_state(plan, layers, heads, key_dim)
     unit = _row_shape(plan, key_dim, value_dim)
     rows = packing.take(state.temporal, jnp.asarray(plan.index), jnp.arange(batch), unit)
     scales = None
@@ -91,7 +91,7 @@ def init_pool(
     Raises ValueError when the plan is not of this model's shape, or `slots` leaves no usable slot.
     """
     delta, layers = config.delta, len(config.recurrent_layers)
-    _check_state(plan, layers, delta.num_value_heads, delta.key_dim)
+    check_state(plan, layers, delta.num_value_heads, delta.key_dim)
     if plan.kind != delta.kind:
         raise ValueError(f"the plan selects {plan.kind} units, the model has {delta.kind} layers")
     if slots < 2:
@@ -116,7 +116,7 @@ def store(
     Slots other than 0 must be distinct and below the pool's size; others are dropped.
     """
     layers, states, heads, key_dim, _ = temporal.shape
-    _check_state(plan, layers, heads, key_dim)
+    check_state(plan, layers, heads, key_dim)
     rows, scales = ragged_pack(
         pool.rows, pool.scales, temporal, jnp.asarray(plan.index), slots, jnp.arange(states)
     )
@@ -214,7 +214,8 @@ def _row_shape(plan: SelectionPlan, key_dim: int, value_dim: int) -> tuple[int, 
     return (value_dim,) if plan.kind == "kda" else (key_dim, value_dim)
 
 
-def _check_state(plan: SelectionPlan, layers: int, heads: int, key_dim: int) -> None:
+def check_state(plan: SelectionPlan, layers: int, heads: int, key_dim: int) -> None:
+    """Raises ValueError unless `plan` selects from states of these sizes."""
     expected = (heads, key_dim) if plan.kind == "kda" else (heads,)
     if (plan.layers, plan.unit_shape) != (layers, expected):
         raise ValueError(

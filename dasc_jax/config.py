@@ -252,7 +252,8 @@ class DascConfig:
 
     `w_max` tokens: a unit whose retention horizon exceeds it is kept, 0 keeps all. `eps` is the
     decay factor that counts as forgotten, `a` the typical gate input at which horizons are
-    evaluated.
+    evaluated. `placement` says which tensor-parallel rank stores what: `off` the units of its own
+    heads, `storage` an even share, `hybrid` the same after heads were ordered so that little moves.
     """
 
     w_max: int = 16
@@ -260,6 +261,7 @@ class DascConfig:
     a: float = -0.3
     policy: Literal["dense", "nr", "wr"] = "nr"
     quantization: Literal["int8"] | None = None
+    placement: Literal["off", "storage", "hybrid"] = "hybrid"
 
     def __post_init__(self):
         if isinstance(self.w_max, bool) or not isinstance(self.w_max, int) or self.w_max < 0:
@@ -273,6 +275,7 @@ class DascConfig:
         choices = {
             "policy": ("dense", "nr", "wr"),
             "quantization": (None, "int8"),
+            "placement": ("off", "storage", "hybrid"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

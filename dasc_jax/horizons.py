@@ -7,7 +7,9 @@ Everything here runs on the host in float64: it is done once per checkpoint, and
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Bool, Float, Float64, Shaped
 
 from dasc_jax.config import ModelConfig
@@ -61,6 +63,8 @@ def retention_horizons(
 ) -> list[Float64[np.ndarray, "H *K"]]:
     """Static horizons H_s of a model: one array per recurrent layer, [H] (GDN) or [H, K] (KDA).
 
+    Heads stand in the released order, whatever order the model computes them in.
+
     `source` is a model (anything with `.params` and `.config`), or the flat parameter mapping
     together with its `config`; only `layers.{i}.mixer.decay.A_log` and `.dt_bias` are read.
     Raises HorizonError for a degenerate decay, KeyError for a missing tensor, ValueError for a
@@ -72,17 +76,28 @@ def retention_horizons(
         raise ValueError("retention_horizons of bare parameters needs their config")
     heads, key_dim = config.delta.num_value_heads, config.delta.key_dim
     shape = (heads, key_dim) if config.delta.kind == "kda" else (heads,)
+    order = getattr(source, "order", None)
     result = []
-    for layer in config.recurrent_layers:
+    for row, layer in enumerate(config.recurrent_layers):
         prefix = f"layers.{layer}.mixer.decay."
-        A_log, dt_bias = (np.asarray(params[prefix + name]) for name in ("A_log", "dt_bias"))
+        A_log, dt_bias = (_whole(params[prefix + name]) for name in ("A_log", "dt_bias"))
         if A_log.shape != (heads,) or dt_bias.shape != shape:
             raise ValueError(
                 f"layer {layer}: A_log {A_log.shape} and dt_bias {dt_bias.shape}"
                 f" should be {(heads,)} and {shape}"
             )
+        if order is not None:
+            back = np.argsort(order.value_heads(row))
+            A_log, dt_bias = A_log[back], dt_bias[back]
         result.append(horizons(decay(A_log, dt_bias, a), eps, layer))
     return result
+
+
+def _whole(value: Any) -> np.ndarray:
+    """A tensor on the host; where its parts lie with several processes, each gets all of it."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = multihost_utils.process_allgather(value, tiled=True)
+    return np.asarray(value)
 
 
 def check_horizons(

@@ -5,7 +5,6 @@ logits, cache = forward(model, tokens)
 logits, cache = forward(model, more_tokens, cache)
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int
 
 from dasc_jax import checkpoint_state
@@ -22,24 +21,32 @@ from dasc_jax.checkpoint_state import Packed
 from dasc_jax.config import ModelConfig
 from dasc_jax.engine.request import SamplingParams
 from dasc_jax.engine.sampling import sample, sampling_batch
-from dasc_jax.models import Params, State, abstract_params, functions, init_pages
+from dasc_jax.head_order import HeadOrder
+from dasc_jax.models import Params, State, abstract_params, init_pages, serving_functions
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
 from dasc_jax.models.packing import SLOT, ZERO, PrefillBucket, Segment, pack_segments
+from dasc_jax.parallel import STATE_SPEC, rank_count, split_ranks, tensor_mesh
 from dasc_jax.plan import SelectionPlan
 from dasc_jax.tokenizer import load_tokenizer
 from dasc_jax.types import PAGE, AttentionPages, RecurrentState
 from dasc_jax.weights import load_params
+from dasc_jax.weights.permute import permute, shard_params
+from dasc_jax.weights.random import random_params
 
 
 @dataclass(frozen=True)
 class Model:
-    """Weights and what is needed to read them. `params` is a flat dict keyed by dotted path."""
+    """Weights and what is needed to read them. `params` is a flat dict keyed by dotted path.
+
+    On a `mesh` they lie as `dasc_jax.parallel` cuts a model over its ranks, heads in this `order`.
+    """
 
     config: ModelConfig
     params: Params
     tokenizer: Any | None
     dtype: str
     mesh: Mesh | None = None
+    order: HeadOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -65,64 +72,67 @@ class Cache:
         return (self.state.pages.arrays[0].shape[1] - 1) // len(self.lengths)
 
 
-def load_model(path: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Model:
+def load_model(
+    path: str | Path,
+    dtype: str = "bfloat16",
+    mesh: Mesh | None = None,
+    order: HeadOrder | None = None,
+) -> Model:
     """Load an HF directory (safetensors) or a native Orbax directory.
 
     Args:
         path: the directory, with its `config.json`.
         dtype: the model dtype; decay parameters and Kimi's router stay float32.
-        mesh: replicate over this mesh; None is the default device.
+        mesh: cut the model over the axis `tp` of this mesh; None is the default device.
+        order: put the head bundles of recurrent layers, decays and states included, in this order.
 
     Raises:
         ConfigError, WeightError: what is unsupported, missing, extra or misshapen, all of it
-            listed.
+            listed; ranks that do not divide it.
+        ValueError: an order of other layers or heads.
     """
-    config = ModelConfig.from_hf(path)
-    return Model(
-        config, load_params(path, config, dtype, mesh=mesh), load_tokenizer(path), dtype, mesh
-    )
+    config, mesh = ModelConfig.from_hf(path), mesh and tensor_mesh(mesh)
+    params = load_params(path, config, dtype, mesh, orders=order and order.bundles)
+    return Model(config, params, load_tokenizer(path), dtype, mesh, order)
 
 
-def random_model(config: ModelConfig, dtype: str = "bfloat16", seed: int = 0) -> Model:
+def random_model(
+    config: ModelConfig, dtype: str = "bfloat16", seed: int = 0, mesh: Mesh | None = None
+) -> Model:
     """A model with random weights of the right scale and a wide spread of retention horizons."""
-    specs = abstract_params(config, dtype)
-    keys = jax.random.split(jax.random.key(seed), len(specs))
-    params = {
-        path: _initial(path, spec, key)
-        for (path, spec), key in zip(specs.items(), keys, strict=True)
-    }
-    if config.zero_centred_norm:
-        centred = [
-            p for p in params if p.endswith(("_norm.weight", "norm.weight")) and ".o_norm" not in p
-        ]
-        params |= {p: jnp.zeros_like(params[p]) for p in centred}
-    return Model(config, params, None, dtype)
+    params = random_params(abstract_params(config, dtype), seed, config.zero_centred_norm)
+    whole = Model(config, params, None, dtype)
+    return whole if mesh is None else shard_model(whole, mesh)
 
 
-def _initial(path: str, spec: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Norms 1, horizons log-uniform over about 1 to 3,000 tokens, the rest fan-in scaled."""
-    if path.endswith("norm.weight"):
-        return jnp.ones(spec.shape, spec.dtype)
-    if path.endswith("A_log"):
-        rate = jax.random.uniform(key, spec.shape, minval=0.5, maxval=2.0)
-        return jnp.log(rate).astype(spec.dtype)
-    if path.endswith("dt_bias"):
-        low, high = math.log(2e-3), math.log(3.0)
-        step = jnp.exp(jax.random.uniform(key, spec.shape, minval=low, maxval=high))
-        return (step + jnp.log(-jnp.expm1(-step))).astype(spec.dtype)
-    if path.endswith("router.bias"):
-        return (0.01 * jax.random.normal(key, spec.shape)).astype(spec.dtype)
-    fan_in = spec.shape[-1] if path.endswith(("k_up", "v_up", "conv.weight")) else spec.shape[-2]
-    scale = 1.0 if path == "embed.weight" else fan_in**-0.5
-    return (scale * jax.random.normal(key, spec.shape)).astype(spec.dtype)
+def shard_model(model: Model, mesh: Mesh, order: HeadOrder | None = None) -> Model:
+    """A model of one device, cut over the ranks of a mesh; see `load_model`."""
+    mesh = tensor_mesh(mesh)
+    params = shard_params(model.params, model.config, mesh, order and order.bundles)
+    return replace(model, params=params, mesh=mesh, order=order)
 
 
-def init_recurrent(config: ModelConfig, slots: int, dtype: str) -> RecurrentState:
-    """Zeroed recurrent states of `slots` slots (slot 0 included)."""
-    d = config.delta
+def order_heads(model: Model, order: HeadOrder) -> Model:
+    """A model in the released order with its heads in another, on the ranks it lies on."""
+    params = permute(model.params, model.config, order.bundles, rank_count(model.mesh))
+    return replace(model, params=params, order=order)
+
+
+def init_recurrent(
+    config: ModelConfig, slots: int, dtype: str, mesh: Mesh | None = None
+) -> RecurrentState:
+    """Zeroed recurrent states of `slots` slots (slot 0 included).
+
+    On a mesh both arrays are split: by head, and by channel in the order of
+    `dasc_jax.weights.permute.channel_order`.
+    """
+    d, device = config.delta, mesh and NamedSharding(mesh, STATE_SPEC)
     lead = (len(config.recurrent_layers), slots)
-    temporal = jnp.zeros((*lead, d.num_value_heads, d.key_dim, d.value_dim), jnp.float32)
-    return RecurrentState(temporal, jnp.zeros((*lead, d.conv_channels, 3), dtype))
+    shape = (*lead, d.num_value_heads, d.key_dim, d.value_dim)
+    return RecurrentState(
+        jnp.zeros(shape, jnp.float32, device=device),
+        jnp.zeros((*lead, d.conv_channels, 3), dtype, device=device),
+    )
 
 
 def init_state(model: Model, batch: int) -> Cache:
@@ -130,8 +140,8 @@ def init_state(model: Model, batch: int) -> Cache:
     if batch < 1:
         raise ValueError(f"batch is {batch}; it must be at least 1")
     state = State(
-        init_recurrent(model.config, batch + 1, model.dtype),
-        init_pages(model.config, batch + 1, jnp.dtype(model.dtype)),
+        init_recurrent(model.config, batch + 1, model.dtype, model.mesh),
+        init_pages(model.config, batch + 1, jnp.dtype(model.dtype), model.mesh),
     )
     return Cache(state, np.zeros(batch, np.int64))
 
@@ -160,17 +170,22 @@ def pack(
     *,
     quantization: Literal["int8"] | None = None,
 ) -> Packed:
-    """The checkpoints of the sequences of a cache, or of a bare recurrent state `[L, B, ...]`.
+    """`checkpoint_state.pack` of a cache's sequences, or of a recurrent state `[L, B, ...]`.
 
-    See `dasc_jax.checkpoint_state.pack`.
+    Raises ValueError for a state that lies over ranks.
     """
     recurrent = state.recurrent if isinstance(state, Cache) else state
+    if (ranks := split_ranks(recurrent.temporal)) > 1:
+        raise ValueError(
+            f"the state lies over {ranks} ranks, in an order of their own:"
+            " dasc_jax.checkpoint_shards packs such states"
+        )
     return checkpoint_state.pack(plan, recurrent, quantization=quantization)
 
 
 @lru_cache(maxsize=16)
-def _jitted(config: ModelConfig, dtype: str) -> tuple[Any, Any]:
-    model = functions(config, dtype)
+def _jitted(config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    model = serving_functions(config, dtype, mesh)
     return jax.jit(model.prefill), jax.jit(model.decode)
 
 
@@ -199,7 +214,7 @@ def forward(
     cache = init_state(model, batch) if cache is None else cache
     _check_forward(model, tokens, cache, lengths)
     cache = _grown(cache, int((cache.lengths + lengths).max()))
-    prefill, decode = _jitted(model.config, model.dtype)
+    prefill, decode = _jitted(model.config, model.dtype, model.mesh)
     if width == 1 and (lengths == 1).all():
         state, logits = decode(model.params, cache.state, _decode_batch(cache, tokens[:, 0]))
         return logits[:, None], Cache(state, cache.lengths + 1)

@@ -20,6 +20,13 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+QUICK_COMPILATION = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+"""Most of the time goes to compiling, and this takes a third of it; tiny models run no slower.
+
+A run that includes the slow tests, as `make nightly` does, compiles as a server on a CPU would.
+"""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the platform before a test module imports jax, and keep compiled programs.
 
@@ -32,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # The interpreter of GPU kernels runs each thread of a block on one of the CPU client's, and
     # waits for ever where a block has more threads than a small machine gives it.
     os.environ.setdefault("NPROC", "8")
+    # OpenBLAS solves the triangular systems of a chunk on a CPU. They are so small that waking its
+    # threads takes many times what the sums do, the more so where every core is at work already.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if "not slow" in marks:
+        os.environ.setdefault("XLA_FLAGS", QUICK_COMPILATION)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

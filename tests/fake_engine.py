@@ -81,6 +81,7 @@ class FakeEngine:
         self.config = SimpleNamespace(max_context=max_context)
         self.script, self.step, self.slots = script, step, slots
         self.limit, self.fails = limit, fails
+        self.failure: BaseException | None = None
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.deliveries: Counter[str] = Counter()

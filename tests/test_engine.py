@@ -17,6 +17,9 @@ from dasc_jax.prefix_cache import check
 from tests.engines import prompt
 from tests.tiny import VOCABULARY, tiny_engine, tiny_model
 
+LEAST = {"policy": "dense", "pages": 3, "max_running": 1, "prefill_tokens": 64}
+"""An engine of two pages and one prefill bucket: few programs to compile."""
+
 
 def ask(key: str, tokens: int | tuple[int, ...] = 100, max_tokens: int = 3, **how) -> Request:
     """A request for exactly `max_tokens` tokens behind a prompt, or one of that length."""
@@ -134,7 +137,7 @@ def test_an_unknown_policy_is_refused(engine):
 
 
 def test_a_request_that_needs_more_pages_than_there_are_is_refused():
-    engine = tiny_engine(pages=3, max_running=1)
+    engine = tiny_engine(**LEAST)
     with pytest.raises(ValueError, match="needs 3 attention pages; the pool has 2"):
         engine.generate([ask("a", 128, 1)])
     assert len(engine.generate([ask("a", 127, 1)])[0].tokens) == 1
@@ -187,7 +190,7 @@ def test_nothing_compiles_after_warm_up_whatever_the_lengths(engine):
 
 
 def test_a_late_compilation_is_counted_or_refused(caplog):
-    made = tiny_engine(strict_compile=False, max_running=1)
+    made = tiny_engine(strict_compile=False, **LEAST)
     executables = made.loop.device.executables
     expected = made.generate([ask("a")])[0].tokens
     del executables.compiled["decode", 2]
@@ -207,7 +210,7 @@ def test_sampling_is_the_same_in_every_engine_and_company(engine):
     requests += [ask("k", 70, 12, top_k=9, **hot), ask("g", 70, 12)]
     alone = [engine.generate([r])[0].tokens for r in requests]
     assert len(set(alone)) == 4
-    other = tiny_engine(checkpoint_interval=64, pages=30)
+    other = tiny_engine(pages=9, checkpoint_slots=2)
     assert [r.tokens for r in other.generate(requests)] == alone
     assert other.generate([ask("seed", 70, 12, temperature=1.0, seed=8)])[0].tokens != alone[0]
     least = ask("least", 70, 12, temperature=1.0, top_p=1e-50)
@@ -251,7 +254,7 @@ def test_a_replay_and_its_piece_may_exceed_a_step():
 
 
 def test_a_hundred_requests_wait_for_pages_that_serve_one():
-    engine = tiny_engine(pages=5)
+    engine = tiny_engine(**LEAST | {"pages": 5, "max_running": 4})
     requests = [ask(f"{n}", 200 + n % 50, 6) for n in range(100)]
     results = engine.generate(requests)
     assert [len(r.tokens) for r in results] == [6] * 100

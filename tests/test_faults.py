@@ -22,7 +22,7 @@ from tests.engines import MODELS, distribution, engine, golden_model, prompt, re
 pytestmark = pytest.mark.parametrize("name", MODELS)
 
 DENSE = {"policy": "dense", "prefill_tokens": 64}
-LOSSY = {"w_max": 64, "prefill_tokens": 192, "checkpoint_slots": 24}
+LOSSY = {"w_max": 64, "prefill_tokens": 256, "checkpoint_slots": 24}
 PROMPTS = [prompt(length, seed=length) for length in (1, 2, 63, 64)] + [
     prompt(65 + 11 * i, seed=i) for i in range(16)
 ]

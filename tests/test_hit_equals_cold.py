@@ -80,9 +80,9 @@ def test_hit_equals_cold_in_other_buckets(name):
 
 
 def test_chunked_prefill_equals_one_step(name):
-    tokens = prompt(250)
-    whole = run(engine(name, policy="dense"), request("whole", tokens))[0]
-    for size in (64, 128):
+    tokens = prompt(310)
+    whole = run(engine(name, policy="dense", prefill_tokens=320), request("whole", tokens))[0]
+    for size in (64, 256):
         cut = run(engine(name, policy="dense", prefill_tokens=size), request("cut", tokens))[0]
         assert_close(cut, whole)
 

@@ -10,7 +10,7 @@ from tests.engines import MODELS, distribution, engine, prompt, request, run
 pytestmark = pytest.mark.parametrize("name", MODELS)
 
 SHARED = prompt(128)
-CHUNKED = {"w_max": 64, "prefill_tokens": 192, "checkpoint_slots": 24}
+CHUNKED = {"w_max": 64, "prefill_tokens": 256, "checkpoint_slots": 24}
 """A replay of 64 tokens and a page of new ones fit into a step, longer tails are cut."""
 
 
@@ -36,7 +36,7 @@ def has_both_kinds(plan):
 @pytest.mark.parametrize("depth", [64, 128])
 def test_a_hit_equals_the_same_passes_by_hand(name, policy, w_max, depth):
     """At 64 the windows of 128 and 200 tokens are clipped to what there is."""
-    made = engine(name, **CHUNKED | {"w_max": w_max, "prefill_tokens": 320 if w_max > 64 else 192})
+    made = engine(name, **CHUNKED | {"w_max": w_max, "prefill_tokens": 320 if w_max > 64 else 256})
     plan = made.loop.plan
     assert has_both_kinds(plan)
     warm(made, SHARED[:depth])
@@ -66,7 +66,7 @@ def test_policies_differ_from_each_other_and_from_a_cold_run(name):
 
 
 @pytest.mark.parametrize("policy", ["nr", "wr"])
-@pytest.mark.parametrize("tail", [64, 65, 190, 300])
+@pytest.mark.parametrize("tail", [64, 65, 193, 300])
 def test_a_long_tail_is_cut_without_changing_a_hit(name, policy, tail):
     """Only the first piece replays; the others continue from the merged state."""
     made = engine(name, **CHUNKED)

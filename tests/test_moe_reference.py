@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from dasc_jax.config import MoEConfig
-from dasc_jax.models.moe import MoE
+from dasc_jax.models.moe import MoE, product_of_parts
 
 WIDTH, TOKENS, EXPERTS, TOP = 24, 50, 16, 4
 
@@ -90,3 +90,23 @@ def test_the_block_equals_its_equations(scoring, scaling, groups, top_groups, re
     truth = np.array([routed + shared for routed, shared in parts])
     assert np.abs(found - truth).max() <= 1e-5 * np.abs(truth).max()
     assert np.abs([routed for routed, _ in parts]).max() > 0.1 * np.abs(truth).max()
+
+
+def test_three_products_in_bfloat16_are_as_exact_as_one_in_float32():
+    random = np.random.default_rng(0)
+    h = jnp.asarray(random.normal(size=(64, 512)), jnp.bfloat16)
+    kernel = jnp.asarray(random.normal(size=(512, 32)) * np.exp(random.normal(size=32)), "float32")
+    truth = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)
+    whole = jnp.matmul(h.astype(jnp.float32), kernel, precision="highest")
+    parts = jax.jit(product_of_parts)(h, kernel)
+    error, least = (np.abs(np.asarray(x, np.float64) - truth).max() for x in (parts, whole))
+    assert error <= 2 * least + 1e-6
+    assert error < 1e-5 * np.abs(truth).max()
+
+
+def test_parts_of_a_product_have_the_gradients_of_the_whole():
+    h = jnp.ones((4, 8), jnp.bfloat16)
+    kernel = jnp.linspace(-1.0, 1.0, 24, dtype=jnp.float32).reshape(8, 3)
+    to_h, to_kernel = jax.grad(lambda *x: product_of_parts(*x).sum(), (0, 1))(h, kernel)
+    np.testing.assert_allclose(to_kernel, np.full((8, 3), 4.0), rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(to_h, np.float32)[0], kernel.sum(1), atol=2e-2)

@@ -33,7 +33,7 @@ def test_models_load_from_released_and_native_directories(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, dict(native.params), dict(model.params))
 
 
-def test_a_mesh_replicates_the_weights():
+def test_a_mesh_holds_the_weights():
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     model = dj.load_model(GOLDEN / MODELS[0], dtype="float32", mesh=mesh)
     assert model.mesh is mesh

@@ -32,7 +32,7 @@ def served(engine: Engine) -> Iterator[tuple[openai.OpenAI, httpx.Client]]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[Engine, openai.OpenAI, httpx.Client]]:
     """One engine and server for the tests of this file that leave both running."""
-    engine = tiny_engine(max_context=512, prefill_tokens=256)
+    engine = tiny_engine(max_context=512, prefill_tokens=128)
     with served(engine) as (ai, http):
         yield engine, ai, http
 

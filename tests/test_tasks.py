@@ -223,7 +223,7 @@ def test_formats_are_interchangeable_and_files_join(tmp_path):
 def test_a_real_server_serves_repeats_from_its_cache(tmp_path):
     files = write_all(tmp_path)
     out = tmp_path / "out.jsonl"
-    engine = tiny_engine(max_context=512, prefill_tokens=256)
+    engine = tiny_engine(max_context=512, prefill_tokens=128)
     with served(engine) as (_, http):
         options = ("--api", "completions", "--repeats", "3", "--concurrency", "1")
         options += ("--max-tokens", "8", "--sampling", "greedy")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from dasc_jax.config import ModelConfig
+from dasc_jax.parallel import param_spec
 from dasc_jax.tokenizer import tokenizer_files, write_byte_tokenizer
 from dasc_jax.weights import WeightError, load_params, save_native
 from dasc_jax.weights.convert import main as convert
@@ -60,11 +61,11 @@ def test_parameters_land_on_the_shardings_asked_for(released, tmp_path, native):
     split = NamedSharding(mesh, PartitionSpec("tp"))
     params = load(path, shardings=lambda name: split)
     assert all(value.sharding == split for value in params.values())
-    replicated = load(path, mesh=mesh)
+    on_ranks = load(path, mesh=mesh)
     assert all(
-        value.sharding == NamedSharding(mesh, PartitionSpec()) for value in replicated.values()
+        value.sharding == NamedSharding(mesh, param_spec(name)) for name, value in on_ranks.items()
     )
-    assert_same(params, replicated)
+    assert_same(params, on_ranks)
 
 
 SPREAD = """

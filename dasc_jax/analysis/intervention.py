@@ -147,8 +147,8 @@ def prefilled(model: Model, prefixes: Sequence[Sequence[int]], room: int) -> Cac
     """A cache of all prefixes, with pages for `room` tokens each, filled SLICE tokens at a time."""
     rows, pages = len(prefixes), -(-room // PAGE)
     state = State(
-        init_recurrent(model.config, rows + 1, model.dtype),
-        init_pages(model.config, rows * pages + 1, jnp.dtype(model.dtype)),
+        init_recurrent(model.config, rows + 1, model.dtype, model.mesh),
+        init_pages(model.config, rows * pages + 1, jnp.dtype(model.dtype), model.mesh),
     )
     cache = Cache(state, np.zeros(rows, np.int64))
     lengths = np.array([len(p) for p in prefixes])

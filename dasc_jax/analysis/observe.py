@@ -58,8 +58,11 @@ def observe(model: Model, prefix: Sequence[int], room: int | None = None) -> Obs
             share a compiled step when they share it. None: just enough.
 
     Raises:
-        ValueError: an empty prefix, or one past `room` or past the model's context.
+        ValueError: an empty prefix, or one past `room` or past the model's context; a model on a
+            mesh, or with its heads in another order.
     """
+    if model.mesh is not None or model.order is not None:
+        raise ValueError("observe takes a model on one device, its heads as released")
     tokens = np.asarray(prefix, np.int32)
     room = len(tokens) if room is None else room
     limit = min(room, model.config.max_context)

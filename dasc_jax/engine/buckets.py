@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.models.packing import PrefillBucket
@@ -61,16 +62,16 @@ def smallest(buckets: Iterable[Any], need: int, size: Callable[[Any], int]) -> A
     raise CompileAfterWarmupError(f"no bucket holds {need}")
 
 
-def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and shardings of a tree of arrays (host, device or abstract already)."""
+def abstract(tree: Any, sharding: Sharding | None = None) -> Any:
+    """Shapes, dtypes and shardings of a tree of arrays (host, device or abstract already).
+
+    `sharding` is that of host arrays, and of abstract ones that have none.
+    """
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        if isinstance(x, jax.Array):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        x = np.asarray(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = x if isinstance(x, jax.ShapeDtypeStruct | jax.Array) else np.asarray(x)
+        own = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own or sharding)
 
     return jax.tree.map(leaf, tree)
 

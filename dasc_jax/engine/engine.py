@@ -12,19 +12,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from numbers import Integral
 
 from dasc_jax.config import DascConfig
 from dasc_jax.engine.active import Active
 from dasc_jax.engine.config import EngineConfig
+from dasc_jax.engine.lockstep import LeadingLoop
 from dasc_jax.engine.loop import Loop
-from dasc_jax.engine.request import OnEvent, Request, RequestResult, SamplingParams, TokenEvent
+from dasc_jax.engine.peers import Followers
+from dasc_jax.engine.request import (
+    OnEvent,
+    Request,
+    RequestResult,
+    SamplingParams,
+    TokenEvent,
+    check_request,
+)
 from dasc_jax.engine.residency import Kept
 from dasc_jax.model import Model
 from dasc_jax.plan import SelectionPlan
-from dasc_jax.types import PAGE
 
 log = logging.getLogger(__name__)
+
+HANGING_SECONDS = 3.0
+"""How long a failed engine is waited for: where another process is gone, a step may never end."""
 
 
 class Engine:
@@ -38,6 +48,7 @@ class Engine:
         model: weights, config and tokenizer.
         config: sizes and policies.
         progress: called with (compiled, total) while the steps compile.
+        followers: other processes that do what this one does, see `dasc_jax.engine.lockstep`.
 
     Raises:
         ConfigError, ValueError: sizes that do not fit together, before anything is allocated.
@@ -48,9 +59,14 @@ class Engine:
         model: Model,
         config: EngineConfig | None = None,
         progress: Callable[[int, int], None] | None = None,
+        followers: Followers | None = None,
     ):
-        self.model, self.config = model, config or EngineConfig()
-        self.loop = Loop(model, self.config, progress)
+        self.config = config or EngineConfig()
+        if followers is None:
+            self.loop = Loop(model, self.config, progress)
+        else:
+            self.loop = LeadingLoop(model, self.config, progress, followers)
+        self.model = self.loop.model
         self.failure: BaseException | None = None
         self._inbox: queue.Queue[Callable[[], object]] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -65,11 +81,10 @@ class Engine:
         `on_event` is called from the loop's thread for every token, and must not block.
 
         Raises:
-            ValueError: a prompt that is empty, past the context or outside the vocabulary, an
-                unknown state policy, or a pool too small for the request.
+            ValueError: the request can never run, see `check_request`.
             RuntimeError: the engine has stopped.
         """
-        self._check(request)
+        check_request(request, self.config, self.model.config.vocab_size)
         active = Active(request, on_event, time.perf_counter(), list(request.prompt))
         with self._gate:
             if self._stopping.is_set():
@@ -124,9 +139,20 @@ class Engine:
             return  # asked by on_event: the loop ends behind this step
         if self._thread is not None:
             self._inbox.put(lambda: None)
-            self._thread.join()
+            if not self._joined(self._thread):
+                return
         with self._turn:
             self._finish()
+
+    def fail(self, error: Exception) -> None:
+        """End the engine for a reason outside of its loop, which may hang in a step.
+
+        `alive` is false at once. Requests end behind the step; if it never returns, they do not.
+        """
+        with self._gate:
+            self.failure = self.failure or error
+            self._stopping.set()
+        self._inbox.put(lambda: None)
 
     @property
     def alive(self) -> bool:
@@ -155,7 +181,7 @@ class Engine:
             for at, prompt in enumerate(prompts)
         ]
         for request in requests:
-            self._check(request)
+            check_request(request, self.config, self.model.config.vocab_size)
         twice = [key for key, count in Counter(r.id for r in requests).items() if count > 1]
         if twice:
             raise ValueError(f"request ids {twice} occur more than once")
@@ -183,6 +209,13 @@ class Engine:
                 if request.id not in results:
                     self.abort(request.id)
         return [results[request.id] for request in requests]
+
+    def _joined(self, thread: threading.Thread) -> bool:
+        """Wait for the loop's thread; False where the engine has failed and it hangs in a step."""
+        while self.failure is None and thread.is_alive():
+            thread.join(0.2)
+        thread.join(HANGING_SECONDS)
+        return not thread.is_alive()
 
     def _require_outside(self, what: str) -> None:
         if self._stepper == threading.get_ident():
@@ -220,7 +253,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         log.error("the engine's loop failed", exc_info=error)
         with self._gate:
-            self.failure = error
+            self.failure = self.failure or error
             self._stopping.set()
         self._finish()
 
@@ -265,32 +298,3 @@ class Engine:
             except TimeoutError:
                 continue
         raise RuntimeError("the engine has stopped") from self.failure
-
-    def _check(self, request: Request) -> None:
-        prompt, vocabulary = request.prompt, self.model.config.vocab_size
-        total, limit = len(prompt) + request.sampling.max_tokens, self.config.max_context
-        if not prompt:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        kinds = {type(token) for token in prompt}
-        if not all(issubclass(kind, Integral) for kind in kinds):
-            raise ValueError(f"the prompt holds {_names(kinds)}; token ids are integers")
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            bad = next(t for t in prompt if not 0 <= t < vocabulary)
-            raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary}")
-        if total > limit:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}"
-                f" make {total}; the context is {limit}"
-            )
-        need, have = -(-total // PAGE), self.config.num_pages - 1
-        if need > have:
-            raise ValueError(f"the request needs {need} attention pages; the pool has {have}")
-        if request.state_policy not in (None, "dense", "nr", "wr"):
-            raise ValueError(
-                f"state_policy {request.state_policy!r}: expected 'dense', 'nr' or 'wr'"
-            )
-        request.namespace.encode()  # half of a surrogate pair: UnicodeError, a ValueError
-
-
-def _names(kinds: set[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in kinds))

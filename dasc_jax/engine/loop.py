@@ -2,6 +2,7 @@
 
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,16 +21,18 @@ from dasc_jax.engine.request import CacheReport, FinishReason, RequestResult, To
 from dasc_jax.engine.residency import Holding, Kept, Residency
 from dasc_jax.engine.sampling import Sampled
 from dasc_jax.engine.scheduler import Piece, next_step, prefill_pieces
+from dasc_jax.engine.step import check_order, ordered
 from dasc_jax.horizons import retention_horizons
 from dasc_jax.layout import account
 from dasc_jax.model import Model
+from dasc_jax.parallel import rank_count
 from dasc_jax.plan import SelectionPlan, check_plan, make_plan
 
 log = logging.getLogger(__name__)
 
 
 def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) -> int:
-    """Usable slots of the checkpoint pool, from a count or a byte budget (DASC Eq. 8).
+    """Usable slots of the checkpoint pool, from a count or a byte budget a rank (DASC Eq. 8).
 
     Raises:
         ValueError: a budget too small for one checkpoint besides slot 0, with both sizes.
@@ -38,7 +41,8 @@ def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) ->
         wanted = config.checkpoint_slots
         return 4 * config.max_running if wanted is None else wanted
     stored = replace(model.config, dtype=model.dtype)
-    acc = account(stored, plan, tp=1, quantization=config.dasc.quantization)
+    dasc = config.dasc
+    acc = account(stored, plan, rank_count(model.mesh), dasc.placement, dasc.quantization)
     slots = acc.slots(config.checkpoint_bytes)
     if slots < 1:
         raise ValueError(
@@ -51,6 +55,8 @@ def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) ->
 class Loop:
     """All requests of an engine and one device step at a time. Not thread safe.
 
+    `digest` is a checksum of all tokens sampled so far.
+
     Raises:
         ConfigError, ValueError: sizes that do not fit together, before anything is allocated.
     """
@@ -58,11 +64,12 @@ class Loop:
     def __init__(
         self, model: Model, config: EngineConfig, progress: Callable[[int, int], None] | None = None
     ):
-        self.model, self.config, dasc = model, config, config.dasc
+        self.config, dasc = config, config.dasc
         horizons = retention_horizons(model, eps=dasc.eps, a=dasc.a)
         self.plan = make_plan(horizons, config.w_max, eps=dasc.eps, a=dasc.a)
         config.check_model(model.config, self.plan.window)
         slots = checkpoint_slots(model, config, self.plan)
+        self.model = model = ordered(model, self.plan, dasc.placement)
         self.device = Device(model, config, self.plan, slots)
         self.residency = Residency(config, self.plan, slots)
         self.device.warm_up(progress)
@@ -70,6 +77,7 @@ class Loop:
         self.prefilling: dict[str, Active] = {}
         self.decoding: dict[str, Active] = {}
         self.counters: Counter[str] = Counter()
+        self.digest = 0
         self._previous: Literal["prefill", "decode"] = "decode"
 
     def receive(self, active: Active) -> None:
@@ -115,8 +123,9 @@ class Loop:
         config.check_model(self.model.config, plan.window)
         if dasc.policy == "dense":
             units(plan, "dense")
+        check_order(self.model, dasc.placement)
         self.residency.adopt(kept, config, plan)
-        self.device.adopt(plan, dasc.quantization)
+        self.device.adopt(plan, dasc)
         if kept:
             self.device.repack(kept.plan, kept.pool, sorted(kept.meta))
         self.config, self.plan = config, plan
@@ -217,6 +226,7 @@ class Loop:
     def _emit(self, out: Sampled, rows: Sequence[tuple[int, Active]]) -> None:
         """Hand sampled tokens to their requests and end those that are complete."""
         tokens = np.asarray(out.tokens)
+        self.digest = zlib.crc32(tokens[[row for row, _ in rows]].tobytes(), self.digest)
         wanted = any(active.request.sampling.logprobs is not None for _, active in rows)
         logprobs = self.device.logprobs(out) if wanted else None
         now = time.perf_counter()

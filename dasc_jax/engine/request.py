@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, NamedTuple
 
+from dasc_jax.engine.config import EngineConfig
+from dasc_jax.types import PAGE
+
 StatePolicy = Literal["dense", "nr", "wr"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -137,3 +140,34 @@ class TokenEvent(NamedTuple):
 
 
 OnEvent = Callable[[TokenEvent], None]
+
+
+def check_request(request: Request, config: EngineConfig, vocabulary: int) -> None:
+    """Refuse what an engine of these sizes can never run.
+
+    Raises:
+        ValueError: a prompt that is empty, past the context or outside the vocabulary, an unknown
+            state policy, or a pool too small for the request.
+    """
+    prompt = request.prompt
+    total, limit = len(prompt) + request.sampling.max_tokens, config.max_context
+    if not prompt:
+        raise ValueError("the prompt is empty; it must have at least 1 token")
+    kinds = {type(token) for token in prompt}
+    if not all(issubclass(kind, Integral) for kind in kinds):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"the prompt holds {names}; token ids are integers")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        bad = next(t for t in prompt if not 0 <= t < vocabulary)
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary}")
+    if total > limit:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens and max_tokens {request.sampling.max_tokens}"
+            f" make {total}; the context is {limit}"
+        )
+    need, have = -(-total // PAGE), config.num_pages - 1
+    if need > have:
+        raise ValueError(f"the request needs {need} attention pages; the pool has {have}")
+    if request.state_policy not in (None, "dense", "nr", "wr"):
+        raise ValueError(f"state_policy {request.state_policy!r}: expected 'dense', 'nr' or 'wr'")
+    request.namespace.encode()  # half of a surrogate pair: UnicodeError, a ValueError

@@ -49,7 +49,10 @@ class SlotBytes(NamedTuple):
 
 
 def slot_bytes(pool: CheckpointPool) -> SlotBytes:
-    """What a slot takes in the arrays that are allocated, read from the arrays themselves."""
+    """What a slot takes in the arrays that are allocated, read from the arrays themselves.
+
+    On a mesh, of all ranks together.
+    """
     slots = pool.rows.shape[0]
     scales = 0 if pool.scales is None else pool.scales.nbytes
     return SlotBytes(pool.rows.nbytes // slots, scales // slots, pool.conv.nbytes // slots)

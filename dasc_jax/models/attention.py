@@ -9,11 +9,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from dasc_jax.config import GQAConfig, MLAConfig, ModelConfig
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
-from dasc_jax.models.layers import Linear, RMSNorm, ZeroCentredRMSNorm, rotate
+from dasc_jax.models.layers import Linear, RMSNorm, RowParallel, ZeroCentredRMSNorm, rotate
+from dasc_jax.parallel import page_specs, rank_count, stored_kv_heads
 from dasc_jax.types import PAGE, AnyArray, AttentionPages
 from pallas_kernels import PagedRows, paged_attention_decode, paged_attention_prefill
 
@@ -37,7 +39,14 @@ class PagedMixer(nnx.Module):
     scale: float  # of the scores
     value_width: int  # leading columns of the last cached row that are the value
 
-    def __init__(self, width: int, config: MLAConfig | GQAConfig, layer: int, dtype: jnp.dtype):
+    def __init__(
+        self,
+        width: int,
+        config: MLAConfig | GQAConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        tp: int = 1,
+    ):
         raise NotImplementedError
 
     def prefill(
@@ -119,7 +128,7 @@ class LatentAttention(PagedMixer):
     values a token is all that is cached.
     """
 
-    def __init__(self, width: int, config: MLAConfig, layer: int, dtype: jnp.dtype):
+    def __init__(self, width: int, config: MLAConfig, layer: int, dtype: jnp.dtype, tp: int = 1):
         c = config
         self.config, self.layer = c, layer
         self.scale, self.value_width = (c.nope_dim + c.shared_dim) ** -0.5, c.latent_dim
@@ -128,7 +137,7 @@ class LatentAttention(PagedMixer):
         self.kv_norm = RMSNorm(c.latent_dim, c.latent_norm_eps, dtype)
         self.k_up = nnx.Param(jnp.zeros((c.num_heads, c.nope_dim, c.latent_dim), dtype))
         self.v_up = nnx.Param(jnp.zeros((c.num_heads, c.value_dim, c.latent_dim), dtype))
-        self.o_proj = Linear(c.num_heads * c.value_dim, width, dtype)
+        self.o_proj = RowParallel(c.num_heads * c.value_dim, width, dtype, tp)
 
     def project(
         self, h: Float[Array, "T D"], position: Int32[AnyArray, "T"]
@@ -148,7 +157,7 @@ class LatentAttention(PagedMixer):
 class GatedAttention(PagedMixer):
     """Grouped-query attention: normed, partly rotated queries and keys, a sigmoid output gate."""
 
-    def __init__(self, width: int, config: GQAConfig, layer: int, dtype: jnp.dtype):
+    def __init__(self, width: int, config: GQAConfig, layer: int, dtype: jnp.dtype, tp: int = 1):
         c = config
         self.config, self.layer = c, layer
         self.scale, self.value_width = c.head_dim**-0.5, c.head_dim
@@ -158,7 +167,7 @@ class GatedAttention(PagedMixer):
         self.v_proj = Linear(width, c.num_kv_heads * c.head_dim, dtype)
         self.q_norm = ZeroCentredRMSNorm(c.head_dim, c.norm_eps, dtype)
         self.k_norm = ZeroCentredRMSNorm(c.head_dim, c.norm_eps, dtype)
-        self.o_proj = Linear(c.num_heads * c.head_dim, width, dtype)
+        self.o_proj = RowParallel(c.num_heads * c.head_dim, width, dtype, tp)
 
     def project(
         self, h: Float[Array, "T D"], position: Int32[AnyArray, "T"]
@@ -174,11 +183,23 @@ class GatedAttention(PagedMixer):
         return self.o_proj(mixed.reshape(h.shape[0], -1) * jax.nn.sigmoid(self.gate_proj(h)))
 
 
-def init_pages(config: ModelConfig, pages: int, dtype: jnp.dtype) -> AttentionPages:
-    """Zeroed pages `[F, pages, 64, ...]` of all attention layers; page 0 is the sink."""
+def init_pages(
+    config: ModelConfig, pages: int, dtype: jnp.dtype, mesh: Mesh | None = None
+) -> AttentionPages:
+    """Zeroed pages `[F, pages, 64, ...]` of all attention layers; page 0 is the sink.
+
+    On a mesh every rank holds latents whole, and the key-value heads that its queries read: where
+    there are fewer heads than ranks, the global array repeats them, one a rank.
+    """
     lead = (len(config.attention_layers), pages, PAGE)
     a = config.attention
     if isinstance(a, MLAConfig):
-        return AttentionPages((jnp.zeros((*lead, a.latent_dim + a.shared_dim), dtype),))
-    shape = (*lead, a.num_kv_heads, a.head_dim)
-    return AttentionPages((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+        shape = (*lead, a.latent_dim + a.shared_dim)
+    else:
+        shape = (*lead, stored_kv_heads(a, rank_count(mesh)), a.head_dim)
+    return AttentionPages(
+        tuple(
+            jnp.zeros(shape, dtype, device=mesh and NamedSharding(mesh, spec))
+            for spec in page_specs(config)
+        )
+    )

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from dasc_jax.config import DeltaConfig
 from dasc_jax.models.batch import DecodeBatch, PrefillBatch
-from dasc_jax.models.layers import Linear
+from dasc_jax.models.layers import Linear, RowParallel
 from dasc_jax.types import RecurrentState
 from pallas_kernels import (
     conv_windows,
@@ -102,7 +102,7 @@ class Split(NamedTuple):
 class DeltaMixer(nnx.Module):
     """One recurrent layer. `layer` counts recurrent layers only: its row in the state."""
 
-    def __init__(self, width: int, config: DeltaConfig, layer: int, dtype: jnp.dtype):
+    def __init__(self, width: int, config: DeltaConfig, layer: int, dtype: jnp.dtype, tp: int = 1):
         keys = config.num_key_heads * config.key_dim
         values = config.num_value_heads * config.value_dim
         self.config, self.layer = config, layer
@@ -114,7 +114,7 @@ class DeltaMixer(nnx.Module):
         self.decay = Decay(width, config, dtype)
         self.gate = Projection(width, config.gate_rank, values, dtype)
         self.o_norm = OutputNorm(config, dtype)
-        self.o_proj = Linear(values, width, dtype)
+        self.o_proj = RowParallel(values, width, dtype, tp)
 
     def prefill(
         self, h: Float[Array, "T D"], state: RecurrentState, batch: PrefillBatch

@@ -16,6 +16,7 @@ from dasc_jax.models.batch import DecodeBatch, PrefillBatch, PrefillOut, State, 
 from dasc_jax.models.delta import DeltaMixer
 from dasc_jax.models.layers import Embedding, FeedForward, Linear, rms_norm
 from dasc_jax.models.moe import MoE
+from dasc_jax.parallel import gather_columns, local_config
 from dasc_jax.types import RecurrentState
 from pallas_kernels import next_windows
 
@@ -24,19 +25,24 @@ class Block(nnx.Module):
     """One decoder layer: a mixer and a feed-forward, each normed before and added to the stream."""
 
     def __init__(
-        self, config: ModelConfig, index: int, attention: type[PagedMixer], dtype: jnp.dtype
+        self,
+        config: ModelConfig,
+        index: int,
+        attention: type[PagedMixer],
+        dtype: jnp.dtype,
+        tp: int,
     ):
         width, eps, centred = config.hidden_size, config.norm_eps, config.zero_centred_norm
         kind = config.layer_kinds[index]
         row = config.layer_kinds[:index].count(kind)
         self.input_norm = rms_norm(width, eps, dtype, zero_centred=centred)
         self.mixer = (
-            DeltaMixer(width, config.delta, row, dtype)
+            DeltaMixer(width, config.delta, row, dtype, tp)
             if kind == "delta"
-            else attention(width, config.attention, row, dtype)
+            else attention(width, config.attention, row, dtype, tp)
         )
         self.post_norm = rms_norm(width, eps, dtype, zero_centred=centred)
-        self.ffn = _feed_forward(config, index, dtype)
+        self.ffn = _feed_forward(config, index, dtype, tp)
 
     def feed(self, x: Float[Array, "T D"], live: Bool[Array, "T"]) -> Float[Array, "T D"]:
         """The feed-forward of the normed stream; tokens that are not `live` reach no expert."""
@@ -44,12 +50,12 @@ class Block(nnx.Module):
         return self.ffn(h, live) if isinstance(self.ffn, MoE) else self.ffn(h)
 
 
-def _feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MoE | FeedForward:
+def _feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype, tp: int) -> MoE | FeedForward:
     if config.ffn_kinds[index] == "moe":
         assert config.moe is not None
-        return MoE(config.hidden_size, config.moe, dtype)
+        return MoE(config.hidden_size, config.moe, dtype, tp)
     assert config.dense_intermediate is not None
-    return FeedForward(config.hidden_size, config.dense_intermediate, dtype)
+    return FeedForward(config.hidden_size, config.dense_intermediate, dtype, tp)
 
 
 def _train_block(
@@ -77,14 +83,19 @@ class TrainOut(NamedTuple):
 
 
 class HybridModel(nnx.Module):
-    """The whole decoder. Used functionally: built abstractly, merged inside a jitted step."""
+    """The whole decoder, or one of `tp` ranks of it for the inside of `jax.shard_map`.
+
+    Used functionally: built abstractly, merged inside a jitted step.
+    """
 
     attention: ClassVar[type[PagedMixer]]
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, tp: int = 1):
+        self.vocab_size, self.tp = config.vocab_size, tp
+        config = local_config(config, tp)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, tp)
         self.layers = nnx.List(
-            [Block(config, i, self.attention, dtype) for i in range(config.num_layers)]
+            [Block(config, i, self.attention, dtype, tp) for i in range(config.num_layers)]
         )
         self.norm = rms_norm(
             config.hidden_size, config.norm_eps, dtype, zero_centred=config.zero_centred_norm
@@ -153,4 +164,4 @@ class HybridModel(nnx.Module):
         """Logits from the residual stream behind the last layer."""
         x = self.norm(x)
         logits = self.embed.unembed(x) if self.tied else self.lm_head(x)
-        return logits.astype(jnp.float32)
+        return gather_columns(logits, self.tp)[..., : self.vocab_size].astype(jnp.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dasc_jax.parallel import own_range, sum_over_ranks
 from dasc_jax.types import AnyArray
 
 Norm = Float[Array, "*rows D"]
@@ -20,14 +21,30 @@ class Linear(nnx.Module):
         return x @ self.kernel[...]
 
 
-class Embedding(nnx.Module):
-    """A row of `weight [vocab, D]` for every token id."""
+class RowParallel(Linear):
+    """The product of inputs that are spread over `tp` ranks, on every rank."""
 
-    def __init__(self, vocab: int, width: int, dtype: jnp.dtype):
+    def __init__(self, inputs: int, outputs: int, dtype: jnp.dtype, tp: int = 1):
+        super().__init__(inputs, outputs, dtype)
+        self.tp = tp
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        return sum_over_ranks(super().__call__(x), self.tp)
+
+
+class Embedding(nnx.Module):
+    """A row of `weight [vocab, D]` for every token id; `vocab` is a rank's part of `tp`."""
+
+    def __init__(self, vocab: int, width: int, dtype: jnp.dtype, tp: int = 1):
         self.weight = nnx.Param(jnp.zeros((vocab, width), dtype))
+        self.tp = tp
 
     def __call__(self, tokens: Int[AnyArray, "*rows"]) -> Float[Array, "*rows D"]:
-        return self.weight[...][tokens]
+        if self.tp == 1:
+            return self.weight[...][tokens]
+        row = own_range(jnp.asarray(tokens), self.weight.shape[0], -1, self.tp)
+        found = jnp.where(row[..., None] >= 0, self.weight[...][jnp.maximum(row, 0)], 0)
+        return sum_over_ranks(found, self.tp)
 
     def unembed(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows vocab"]:
         """Logits when the output projection is tied to the embedding."""
@@ -71,12 +88,12 @@ def rms_norm(
 
 
 class FeedForward(nnx.Module):
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x); `inner` is a rank's part of `tp`."""
 
-    def __init__(self, width: int, inner: int, dtype: jnp.dtype):
+    def __init__(self, width: int, inner: int, dtype: jnp.dtype, tp: int = 1):
         self.gate = Linear(width, inner, dtype)
         self.up = Linear(width, inner, dtype)
-        self.down = Linear(inner, width, dtype)
+        self.down = RowParallel(inner, width, dtype, tp)
 
     def __call__(self, x: Norm) -> Norm:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dasc_jax.config import MoEConfig
 from dasc_jax.models.layers import FeedForward, Linear
+from dasc_jax.parallel import own_range, sum_over_ranks
 from pallas_kernels import expert_mlp
 
 
@@ -51,10 +52,7 @@ class Router(nnx.Module):
         return scores / jnp.sum(scores, axis=-1, keepdims=True)
 
     def _scores(self, h: Float[Array, "T D"]) -> Float32[Array, "T E"]:
-        kernel = self.kernel[...]
-        # A GPU would round float32 to TF32, and so change which experts are chosen.
-        logits = jnp.matmul(h.astype(kernel.dtype), kernel, precision="highest")
-        logits = logits.astype(jnp.float32)
+        logits = _product(h, self.kernel[...])
         act = jax.nn.sigmoid if self.config.scoring == "sigmoid" else jax.nn.softmax
         return act(logits)
 
@@ -70,11 +68,45 @@ class Router(nnx.Module):
         return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
 
 
-class Experts(nnx.Module):
-    """All routed experts, stacked: `gate_up [E, D, 2I]` (gate, then up) and `down [E, I, D]`."""
+MANY_TOKENS = 256
+"""From here on, a GPU multiplies thrice on tensor cores sooner than once in float32."""
 
-    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
-        experts, inner = config.num_experts, config.intermediate
+
+def _product(h: Float[Array, "T D"], kernel: Float[Array, "D E"]) -> Float32[Array, "T E"]:
+    # A GPU would round float32 to TF32, and so change which experts are chosen.
+    def whole(h: jax.Array, kernel: jax.Array) -> jax.Array:
+        logits = jnp.matmul(h.astype(kernel.dtype), kernel, precision="highest")
+        return logits.astype(jnp.float32)
+
+    types = (h.dtype, kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    if not types or h.shape[0] < MANY_TOKENS:
+        return whole(h, kernel)
+    return jax.lax.platform_dependent(h, kernel, default=whole, cuda=product_of_parts)
+
+
+def product_of_parts(
+    h: Float[Array, "T D"], kernel: Float32[Array, "D E"]
+) -> Float32[Array, "T E"]:
+    """`h @ kernel` of bfloat16 `h`, as exact as in float32: the kernel's 24 bits are three parts of
+    8, whose products with `h` are exact and are added up in float32."""
+    parts, rest = [], kernel
+    for _ in range(3):
+        # Unlike casts there and back, XLA does not take it for nothing.
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    each = jnp.matmul(h, jnp.concatenate(parts, axis=1), preferred_element_type=jnp.float32)
+    large, middle, small = jnp.split(each, 3, axis=1)
+    return small + middle + large
+
+
+class Experts(nnx.Module):
+    """All routed experts of a rank, stacked: `gate_up [E, D, 2I]` (gate, then up) and
+    `down [E, I, D]`."""
+
+    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype, tp: int = 1):
+        experts, inner = config.num_experts // tp, config.intermediate
+        self.tp = tp
         self.gate_up = nnx.Param(jnp.zeros((experts, width, 2 * inner), dtype))
         self.down = nnx.Param(jnp.zeros((experts, inner, width), dtype))
 
@@ -84,6 +116,9 @@ class Experts(nnx.Module):
         weights: Float32[Array, "T top"],
         chosen: Int32[Array, "T top"],
     ) -> Float32[Array, "T D"]:
+        """What this rank's experts make of the tokens that chose them, weighted and added up."""
+        experts = self.down.shape[0]
+        chosen = own_range(chosen, experts, experts, self.tp)
         out = expert_mlp(h, self.gate_up[...], self.down[...], chosen)
         return jnp.einsum("tk,tkd->td", weights, out.astype(jnp.float32), precision="highest")
 
@@ -102,13 +137,16 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed experts plus the shared expert (with a sigmoid gate of its own in Qwen3-Next)."""
+    """Routed experts plus the shared expert (with a sigmoid gate of its own in Qwen3-Next).
 
-    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype):
+    Ranks add up what their experts and their part of the shared one say once, together.
+    """
+
+    def __init__(self, width: int, config: MoEConfig, dtype: jnp.dtype, tp: int = 1):
         self.router = Router(width, config, dtype)
-        self.experts = Experts(width, config, dtype)
+        self.experts = Experts(width, config, dtype, tp)
         self.shared = FeedForward(width, config.shared_intermediate, dtype)
-        self.gated = config.shared_gate
+        self.gated, self.tp = config.shared_gate, tp
         if config.shared_gate:
             self.shared_gate = Linear(width, 1, dtype)
 
@@ -140,4 +178,4 @@ class MoE(nnx.Module):
         shared = self.shared(h)
         if self.gated:
             shared = jax.nn.sigmoid(self.shared_gate(h)) * shared
-        return routed.astype(h.dtype) + shared
+        return sum_over_ranks(routed.astype(h.dtype) + shared, self.tp)

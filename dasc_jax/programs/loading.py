@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.progress import (
@@ -23,9 +24,11 @@ from dasc_jax.config import ModelConfig
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
 from dasc_jax.engine.loop import checkpoint_slots
+from dasc_jax.engine.peers import Followers
 from dasc_jax.layout import Account, account
 from dasc_jax.model import Model, init_recurrent
 from dasc_jax.models import init_pages
+from dasc_jax.parallel import local_config, rank_count
 from dasc_jax.plan import SelectionPlan, make_plan
 from dasc_jax.programs.runtime import complain
 from dasc_jax.tokenizer import TokenizerError, load_tokenizer
@@ -34,10 +37,12 @@ from dasc_jax.weights import load_params
 
 
 class Forecast(NamedTuple):
-    """What an engine will keep and how many bytes it takes, from the decay parameters alone."""
+    """What an engine will keep and how many bytes it takes of a rank, from the decay parameters
+    alone."""
 
     model: ModelConfig
     plan: SelectionPlan
+    ranks: int
     checkpoint: Account
     slots: int
     pages_bytes: int
@@ -55,22 +60,23 @@ def model_config(path: Path) -> ModelConfig:
     return ModelConfig.from_hf(path)
 
 
-def forecast(path: Path, dtype: str, config: EngineConfig) -> Forecast:
+def forecast(path: Path, dtype: str, config: EngineConfig, mesh: Mesh | None = None) -> Forecast:
     """Plan an engine; reads decay parameters only and allocates nothing.
 
     Raises:
         OSError, ValueError: a checkpoint or sizes that cannot be served, with the numbers.
     """
-    dasc = config.dasc
+    dasc, ranks = config.dasc, rank_count(mesh)
     model, horizons = load_profile(path, a=dasc.a, eps=dasc.eps)
     model = replace(model, dtype=dtype)
     plan = make_plan(horizons, config.w_max, eps=dasc.eps, a=dasc.a)
     config.check_model(model, plan.window)
-    slots = checkpoint_slots(Model(model, {}, None, dtype), config, plan)
-    pages = jax.eval_shape(lambda: init_pages(model, config.num_pages, jnp.dtype(dtype)))
-    active = jax.eval_shape(lambda: init_recurrent(model, config.max_running + 1, dtype))
-    cost = account(model, plan, tp=1, quantization=dasc.quantization)
-    return Forecast(model, plan, cost, slots, _bytes(pages), _bytes(active))
+    slots = checkpoint_slots(Model(model, {}, None, dtype, mesh), config, plan)
+    own = local_config(model, ranks)
+    pages = jax.eval_shape(lambda: init_pages(own, config.num_pages, jnp.dtype(dtype)))
+    active = jax.eval_shape(lambda: init_recurrent(own, config.max_running + 1, dtype))
+    cost = account(model, plan, ranks, dasc.placement, dasc.quantization)
+    return Forecast(model, plan, ranks, cost, slots, _bytes(pages), _bytes(active))
 
 
 def _bytes(tree: object) -> int:
@@ -97,15 +103,17 @@ def forecast_table(ahead: Forecast, config: EngineConfig) -> Table:
         "context": f"{config.max_context:,} tokens a request, prompt and output together",
         "prefix cache": f"minimum reusable prefix = {PAGE} tokens",
     }
+    if ahead.ranks > 1:
+        lines["ranks"] = f"{ahead.ranks}, placement {config.dasc.placement}; bytes are of a rank"
     table = Table(box=box.SIMPLE_HEAD, show_header=False, show_edge=False, pad_edge=False)
     for name, text in lines.items():
         table.add_row(name, text)
     return table
 
 
-def load(path: Path, dtype: str, console: Console) -> Model:
+def load(path: Path, dtype: str, console: Console, mesh: Mesh | None = None) -> Model:
     """Load weights and tokenizer, showing the bytes read; a tokenizer that cannot be read is named
-    and done without.
+    and done without. The weights are cut over the axis `tp` of a mesh.
 
     Raises:
         OSError, ValueError: what is missing or unsupported.
@@ -116,7 +124,7 @@ def load(path: Path, dtype: str, console: Console) -> Model:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("loading weights", total=total)
         params = load_params(
-            path, config, dtype, on_bytes=lambda read: bar.update(task, advance=read)
+            path, config, dtype, mesh, on_bytes=lambda read: bar.update(task, advance=read)
         )
         size = sum(value.nbytes for value in params.values())
         bar.update(task, total=total or size, completed=total or size)
@@ -125,10 +133,16 @@ def load(path: Path, dtype: str, console: Console) -> Model:
     except TokenizerError as error:
         complain(f"{error}; prompts must be token ids", "warning")
         tokenizer = None
-    return Model(config, params, tokenizer, dtype)
+    return Model(config, params, tokenizer, dtype, mesh)
 
 
-def build(model: Model, config: EngineConfig, console: Console, title: str = "compiling") -> Engine:
+def build(
+    model: Model,
+    config: EngineConfig,
+    console: Console,
+    title: str = "compiling",
+    followers: Followers | None = None,
+) -> Engine:
     """An engine with every step compiled, showing how many are done.
 
     Raises:
@@ -143,7 +157,10 @@ def build(model: Model, config: EngineConfig, console: Console, title: str = "co
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=None)
         return Engine(
-            model, config, lambda done, total: bar.update(task, completed=done, total=total)
+            model,
+            config,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            followers,
         )
 
 

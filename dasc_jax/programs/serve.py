@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dasc_jax.balance import Placement
 from dasc_jax.config import DascConfig, ModelConfig
 from dasc_jax.engine.config import EngineConfig
+from dasc_jax.engine.lockstep import description, follow
+from dasc_jax.engine.peers import Followers, Leader
 from dasc_jax.engine.request import StatePolicy
 from dasc_jax.programs.loading import (
+    Forecast,
     build,
     compile_table,
     forecast,
@@ -23,7 +28,15 @@ from dasc_jax.programs.loading import (
     load,
     model_config,
 )
-from dasc_jax.programs.runtime import EMBEDDED, FAILED, ProgramError, complaints, settle
+from dasc_jax.programs.processes import asked_to_leave, check_processes, joined, rank_mesh
+from dasc_jax.programs.runtime import (
+    EMBEDDED,
+    FAILED,
+    ProgramError,
+    complain,
+    complaints,
+    settle,
+)
 from dasc_jax.programs.serving import listen, serve
 
 DEFAULT_CONTEXT = 4096
@@ -41,6 +54,9 @@ class ServeArgs:
     For example, `dasc serve --policy wr --w-max 64` serves the model that comes with the repository
     at http://127.0.0.1:8000/v1, and `dasc serve --model DIR --checkpoint-bytes 8000000000` another
     one with 8 GB of checkpoints.
+
+    A model too large for one machine takes a process on each, all started with the same options but
+    for `--process-id`. Process 0 has the server; when one of them ends, they all do.
     """
 
     model: Path = EMBEDDED
@@ -82,15 +98,34 @@ class ServeArgs:
     """Tokens of a request, prompt and output together; default: the model's, at most 4096."""
     compilation_cache: str = "auto"
     """Directory that keeps compiled steps for the next start. auto: $JAX_COMPILATION_CACHE_DIR,
-    else one under ~/.cache; off: none."""
+    else one under ~/.cache, and none for several processes, which would have to share it, since
+    they compile together; off: none."""
     mem_fraction: float | None = None
     """Share of the GPU's memory that JAX reserves at the start, in (0, 1]; default: JAX's own."""
+    tp: int = 1
+    """Devices (ranks) that the model is cut over, as many in every process. With 1, every process
+    computes all of it."""
+    placement: Placement = "hybrid"
+    """Which rank stores which units of a checkpoint: off: those it computes; storage: they are
+    dealt out evenly; hybrid: heads are reordered too, so that less has to move."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where the processes find each other. Other ports of that host are
+    taken too, and the network is trusted."""
+    processes: int = 1
+    """Processes that serve together."""
+    process_id: int = 0
+    """Which of them this is, from 0."""
 
     def engine_config(self, model: ModelConfig) -> EngineConfig:
         """The sizes and policies of the engine; raises ConfigError for a bad combination."""
         context = self.max_context
         return EngineConfig(
-            dasc=DascConfig(self.w_max, policy=self.policy, quantization=self.quantization),
+            dasc=DascConfig(
+                self.w_max,
+                policy=self.policy,
+                quantization=self.quantization,
+                placement=self.placement,
+            ),
             max_context=min(model.max_context, DEFAULT_CONTEXT) if context is None else context,
             max_running=self.max_running,
             prefill_tokens=self.prefill_tokens,
@@ -134,21 +169,59 @@ def interruptible():
 
 def _serve(args: ServeArgs, console: Console) -> None:
     with complaints():
-        compiled = settle(args.compilation_cache, args.mem_fraction)
-        config = args.engine_config(model_config(args.model))
-        ahead = forecast(args.model, args.dtype, config)
+        check_processes(args.coordinator, args.processes, args.process_id)
+        alone = args.processes == 1
+        cache = args.compilation_cache if alone or args.compilation_cache != "auto" else "off"
+        compiled = settle(cache, args.mem_fraction)
+    with joined(args.coordinator, args.processes, args.process_id) as peers:
+        if isinstance(peers, Leader):
+            _follow(args, console, peers)
+        else:
+            _lead(args, console, peers, compiled)
+
+
+def _lead(
+    args: ServeArgs, console: Console, followers: Followers | None, compiled: Path | None
+) -> None:
+    with complaints():
+        config, mesh, ahead = _look_ahead(args)
         listener = listen(args.host, args.port)
     with listener:
         console.print(forecast_table(ahead, config), highlight=False)
         with complaints():
-            model = load(args.model, args.dtype, console)
-            engine = build(model, config, console)
+            model = load(args.model, args.dtype, console, mesh)
+            engine = build(model, config, console, followers=followers)
+            if followers:
+                console.print("waiting for the other processes")
+                followers.await_built(description(engine.loop))
         console.print(compile_table(engine))
         if compiled:
             console.print(f"kept in {compiled}", highlight=False, soft_wrap=True)
         name = args.served_name or args.model.resolve().name
         with logged(console):
-            serve(engine, name, listener, console)
+            serve(engine, name, listener, console, followers)
+    if followers and engine.failure:
+        complain(f"the engine failed: {type(engine.failure).__name__}: {engine.failure}")
+        raise ProgramError from engine.failure
+
+
+def _follow(args: ServeArgs, console: Console, leader: Leader) -> None:
+    with complaints():
+        config, mesh, _ = _look_ahead(args)
+        model = load(args.model, args.dtype, console, mesh)
+        engine = build(model, config, console)
+    with logged(console), asked_to_leave(leader):
+        leader.built(description(engine.loop))
+        console.print(f"ready: process {args.process_id} does what process 0 does")
+        follow(engine.loop, leader)
+
+
+def _look_ahead(args: ServeArgs) -> tuple[EngineConfig, Mesh | None, Forecast]:
+    """All that can be known before weights are read. In all processes alike: where Orbax reads, it
+    waits until every process does."""
+    config = args.engine_config(model_config(args.model))
+    mesh = rank_mesh(args.tp)
+    return config, mesh, forecast(args.model, args.dtype, config, mesh)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,14 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from dasc_jax.engine.engine import Engine
+from dasc_jax.engine.peers import Followers
 from dasc_jax.server import make_server
 
 START_SECONDS = 30.0
+
+LOOK_SECONDS = 0.05
+"""How often a server in the foreground is looked at: whether it has started, whether it can go
+on."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,24 +43,42 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(engine: Engine, name: str, listener: socket.socket, console: Console) -> None:
-    """Run the engine and its server until a signal; both have ended when this returns or raises."""
+def serve(
+    engine: Engine,
+    name: str,
+    listener: socket.socket,
+    console: Console,
+    followers: Followers | None = None,
+) -> None:
+    """Run the engine and its server until a signal; both have ended when this returns or raises.
+
+    With followers they end as soon as the engine fails, too: nothing can go on without a process.
+    """
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     server = make_server(engine.start(), name, host, port)
 
-    def announce() -> None:
+    def end() -> None:
+        server.should_exit = True
+
+    def look_after() -> None:
         while not server.started and not server.should_exit:
-            time.sleep(0.05)
+            time.sleep(LOOK_SECONDS)
         if server.started:
             where = f"ready: model {name!r} at http://{shown}:{port}/v1"
             console.print(where, highlight=False, soft_wrap=True)
+        while followers and not server.should_exit:
+            time.sleep(LOOK_SECONDS)
+            if not engine.alive:
+                end()
 
-    threading.Thread(target=announce, name="dasc-announce", daemon=True).start()
+    threading.Thread(target=look_after, name="dasc-look-after", daemon=True).start()
+    if followers:
+        followers.watch(lose=engine.fail, leave=end)
     try:
         server.run(sockets=[listener])
     finally:
-        server.should_exit = True
+        end()
         engine.stop()
 
 

@@ -29,12 +29,13 @@ class ServingEngine(Protocol):
 
     `submit` returns at once; it raises ValueError for a request that can never run and RuntimeError
     when the engine has stopped. `abort` takes the id of any request, waiting, running or long gone.
-    `alive` is false once the thread has ended. `flush_cache` returns False, having done nothing,
-    while requests run.
+    `alive` is false once the thread has ended or failed, in which case `failure` says why.
+    `flush_cache` returns False, having done nothing, while requests run.
     """
 
     model: Any
     config: Any
+    failure: BaseException | None
 
     @property
     def alive(self) -> bool: ...
@@ -70,7 +71,14 @@ class OpenCalls:
         """Refuse new calls, and end the open ones with an error that says why."""
         self._stopping = True
         for generation in tuple(self._open):
-            generation.fail(ApiError("the server is stopping", status=503, code="server_stopping"))
+            error = ApiError("the server is stopping", status=503, code="server_stopping")
+            generation.fail(self.stopped() if self.engine.failure else error)
+
+    def stopped(self) -> ApiError:
+        """What a call hears of an engine that runs no longer."""
+        failure = self.engine.failure
+        reason = f": {type(failure).__name__}: {failure}" if failure else ""
+        return ApiError(f"the engine has stopped{reason}", status=503, code="engine_stopped")
 
     def finished(self, result: RequestResult, reason: str) -> None:
         """Count and log a request that has ended, `reason` as the client sees it."""
@@ -125,7 +133,7 @@ class Generation:
             raise ApiError(str(error)) from error
         except RuntimeError as error:
             self.close()
-            raise ApiError(str(error), status=503, code="engine_stopped") from error
+            raise self._server.stopped() from error
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
         """Events with the index of their request, until each has ended.
@@ -180,7 +188,7 @@ class Generation:
                 return await asyncio.wait_for(self._queue.get(), ALIVE_SECONDS)
             except TimeoutError:
                 if not self._server.engine.alive:
-                    return ApiError("the engine has stopped", status=503, code="engine_stopped")
+                    return self._server.stopped()
         return self._queue.get_nowait()
 
     def _abort(self) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints on disk to parameters on devices, and back; see `restore`, `native`, `convert`,
-`names`."""
+`names`, `permute`."""
 
 from dasc_jax.weights.audit import Manifest, WeightError, audit
 from dasc_jax.weights.native import save_native

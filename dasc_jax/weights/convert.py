@@ -24,8 +24,8 @@ from rich.progress import (
 from dasc_jax.config import ModelConfig
 from dasc_jax.tokenizer import tokenizer_files
 from dasc_jax.weights.audit import Manifest, audit
-from dasc_jax.weights.native import TREE, storage_context, write_sidecars
-from dasc_jax.weights.restore import host_device, stream_params
+from dasc_jax.weights.native import TREE, host_device, storage_context, write_sidecars
+from dasc_jax.weights.restore import stream_params
 
 GROUP_BYTES = 2**30
 """Parameters are written in groups of about this many bytes (or half the largest, if that is

@@ -5,16 +5,20 @@ import ctypes
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.sharding import Sharding
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from dasc_jax.config import NATIVE_FORMAT, ModelConfig
+from dasc_jax.parallel import family_name, split_ranks
 from dasc_jax.weights.audit import WeightError
+from dasc_jax.weights.permute import Placement
 from dasc_jax.weights.specs import param_specs
 
 TREE = "params"
@@ -40,9 +44,10 @@ def save_native(
     """Writes a native directory that `load_params` and `ModelConfig.from_hf` read back bit for bit.
 
     Raises FileExistsError when there is a tree already, WeightError when `params` are not exactly
-    those of `config` (by path and shape).
+    those of `config` (by path and shape), or stand in the order of the ranks of a mesh.
     """
     path = Path(path)
+    _check_order(params)
     _check({name: value.shape for name, value in params.items()}, config, "the parameters to save")
     if (path / TREE).exists():
         raise FileExistsError(f"{path / TREE} exists already")
@@ -71,10 +76,11 @@ def write_sidecars(path: Path, config: ModelConfig, tokenizer_files: Iterable[st
     (path / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
-def load_native(
-    path: Path, config: ModelConfig, dtype: str, shardings: Callable[[str], Sharding]
-) -> dict[str, Array]:
-    """The parameters of a native directory; see `load_params`."""
+def load_native(path: Path, config: ModelConfig, dtype: str, where: Placement) -> dict[str, Array]:
+    """The parameters of a native directory; see `load_params`.
+
+    Each is read straight into its shards, or through the host where rows of it change places.
+    """
     tree = str((path / TREE).absolute())
     stored = ocp.metadata(tree).metadata
     _check({name: leaf.shape for name, leaf in stored.items()}, config, tree)
@@ -82,17 +88,33 @@ def load_native(
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     params: dict[str, Array] = {}
+    host = SingleDeviceSharding(host_device())
+    moved = {name for name in specs if where.index(name) is not None}
     for group in _groups(specs):
         wanted = {
             name: jax.ShapeDtypeStruct(
-                specs[name].shape, specs[name].dtype, sharding=shardings(name)
+                specs[name].shape,
+                specs[name].dtype,
+                sharding=host if name in moved else where.shardings(name),
             )
             for name in group
         }
         with context:
-            params |= jax.block_until_ready(ocp.load(tree, wanted))
+            loaded = jax.block_until_ready(ocp.load(tree, wanted))
+        for name in moved.intersection(group):
+            loaded[name] = jax.block_until_ready(where.place(name, np.asarray(loaded[name])))
+        params |= loaded
+        del loaded
         _return_freed_memory()
     return {name: params[name] for name in specs}
+
+
+def host_device() -> Any:
+    """The CPU as a `jax.Device`, where there is one beside the accelerator."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names the accelerator only
+        return jax.local_devices()[0]
 
 
 def _return_freed_memory() -> None:
@@ -123,6 +145,16 @@ def _groups(specs: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
         group.append(name)
         total += sizes[name]
     yield group
+
+
+def _check_order(params: Mapping[str, Array]) -> None:
+    # The only parameter that ranks reorder without a change of its shape.
+    for name, value in params.items():
+        if family_name(name) == "mixer.conv.weight" and split_ranks(value) > 1:
+            raise WeightError(
+                f"{name} is split over {split_ranks(value)} ranks, its channels in their order:"
+                " save the parameters of a model on one device"
+            )
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:

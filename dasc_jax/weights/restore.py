@@ -17,17 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from dasc_jax.config import ModelConfig
 from dasc_jax.weights.audit import FLOATS, Manifest, Piece, WeightError, audit, is_safetensors
-from dasc_jax.weights.native import is_native, load_native
+from dasc_jax.weights.native import host_device, is_native, load_native
+from dasc_jax.weights.permute import Orders, Placement, check_orders, placement
 
 MAX_BATCH_BYTES = 128 * 2**20
 MAX_IN_FLIGHT_BYTES = 64 * 2**20
@@ -41,35 +41,48 @@ def load_params(
     mesh: Mesh | None = None,
     shardings: Callable[[str], Sharding] | None = None,
     *,
+    orders: Orders | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> dict[str, Array]:
     """The parameters of `config` from a released (safetensors) or native directory.
 
     Parameters marked float32 in `param_specs` stay float32, all others are cast to `dtype`. Each is
-    placed as `shardings(path)` says, else replicated over `mesh`, else on the default device.
-    `on_bytes(n)` is called as n more bytes of the checkpoint have been read. Raises WeightError
-    before anything is loaded when the checkpoint does not hold exactly these parameters.
+    read once; a device receives what `shardings(path)` gives it, else what its rank of `mesh`
+    holds, else the default device all of it. `orders` puts head bundles in another order, and a
+    mesh of several ranks some tensors in rank order: see `dasc_jax.weights.permute`. `on_bytes(n)`
+    is called as n more bytes of the checkpoint have been read.
+
+    Raises:
+        WeightError: before anything is loaded, when the checkpoint does not hold exactly these
+            parameters.
+        ConfigError, ValueError: the ranks do not divide the model; orders that are no permutations.
     """
     path = Path(path)
-    if shardings is None:
-        default = _default_sharding(mesh)
-        shardings = lambda _: default  # noqa: E731
+    where = _placement(config, mesh, shardings, orders)
     if is_native(path):
-        return load_native(path, config, dtype, shardings)
+        return load_native(path, config, dtype, where)
     if not is_safetensors(path):
         raise WeightError(f"{path} holds neither *.safetensors nor a native Orbax tree")
     manifest = audit(path, config, dtype)
     params = {}
     for name, value in stream_params(manifest, on_bytes):
         # Waiting keeps the host buffers of pending transfers from piling up.
-        params[name] = jax.block_until_ready(jax.device_put(value, shardings(name)))
+        params[name] = jax.block_until_ready(where.place(name, value))
     return {name: params[name] for name in manifest.specs}
 
 
-def _default_sharding(mesh: Mesh | None) -> Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return NamedSharding(mesh, PartitionSpec())
+def _placement(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    shardings: Callable[[str], Sharding] | None,
+    orders: Orders | None,
+) -> Placement:
+    if mesh is not None and shardings is None:
+        return placement(config, mesh, orders)
+    if orders is not None:
+        check_orders(config, orders)
+    default = SingleDeviceSharding(jax.local_devices()[0])
+    return Placement(config, shardings or (lambda _: default), orders=orders)
 
 
 def stream_params(
@@ -134,14 +147,6 @@ def _read(manifest: Manifest, names: list[str]) -> dict[str, np.ndarray]:
     with context:
         arrays = ocp.load(str(manifest.tensors[names[0]].file), wanted)
     return {name: np.asarray(array) for name, array in arrays.items()}
-
-
-def host_device() -> Any:
-    """The CPU as a `jax.Device`, where there is one beside the accelerator."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS names the accelerator only
-        return jax.local_devices()[0]
 
 
 def _buffer(spec: jax.ShapeDtypeStruct) -> np.ndarray:

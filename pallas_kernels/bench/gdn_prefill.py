@@ -5,9 +5,19 @@ from collections.abc import Iterator
 from pallas_kernels.bench import delta_prefill
 from pallas_kernels.bench.timing import Case
 from pallas_kernels.mgpu import gdn_prefill as kernel
-from pallas_kernels.mgpu.gdn_walk import Tiling
+from pallas_kernels.mgpu.gdn_work import Tiling
 
-TILINGS = {f"stages={n}": Tiling(n) for n in (1, 2)}
+TILINGS = {
+    f"slots={t.key_slots}+{t.query_slots},parts={t.parts},columns={64 * t.staters}": t
+    for t in (
+        Tiling(3, 2, 1, 1),
+        Tiling(3, 2, 2, 1),
+        Tiling(2, 3, 1, 1),
+        Tiling(4, 1, 1, 1),
+        Tiling(2, 1, 1, 2),
+        Tiling(2, 1, 2, 2),
+    )
+}
 GDN = delta_prefill.Kind("gdn_prefill", 16, 153e3, -3.0, kernel.prefill, TILINGS)
 
 

@@ -8,8 +8,8 @@ from pallas_kernels.mgpu import kda_prefill as kernel
 from pallas_kernels.mgpu.kda_walk import Tiling
 
 TILINGS = {
-    f"V={t.columns},slots={t.key_slots},{t.query_slots}": t
-    for t in (Tiling(32, 3, 2), Tiling(32, 2, 2), Tiling(64, 2, 2))
+    f"slots={t.start_slots},{t.end_slots},{t.query_slots}": t
+    for t in (Tiling(2, 3, 2), Tiling(2, 2, 2), Tiling(3, 3, 1))
 }
 KDA = delta_prefill.Kind("kda_prefill", 32, 169e3, -0.284, kernel.prefill, TILINGS)
 

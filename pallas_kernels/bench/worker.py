@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from typing import Any
@@ -84,9 +85,9 @@ def _measured(problem: Problem, make: Any, floor_ms: float) -> dict[str, Any]:
         run = make()
         if run is None:
             return {}
+        run, temporaries = _compiled(run)
         error, run = checked(run, problem)
-        held = {"temporaries": _temporaries(run)}
-        return _figures(timed(run), floor_ms) | held | {"error": error}
+        return _figures(timed(run), floor_ms) | {"temporaries": temporaries, "error": error}
     except WrongResult as error:
         return {"failed": f"wrong result: {error}"}
     except Exception as error:
@@ -108,13 +109,15 @@ def _figures(timing: Timing, floor_ms: float) -> dict[str, Any]:
     }
 
 
-def _temporaries(run: Run) -> int | None:
-    """Bytes that a jitted call needs beside its arguments and results; None where nobody says."""
+def _compiled(run: Run) -> tuple[Run, int | None]:
+    """A jitted run compiled ahead, and the bytes that it needs beside arguments and results (None
+    where nobody says)."""
     lower = getattr(run.call, "lower", None)
     if lower is None:
-        return None
-    analysis = lower(*run.args).compile().memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes
+        return run, None
+    compiled = lower(*run.args).compile()
+    analysis = compiled.memory_analysis()
+    return replace(run, call=compiled), analysis and analysis.temp_size_in_bytes
 
 
 def _reason(error: Exception) -> str:

@@ -1,14 +1,14 @@
 """What Mosaic GPU kernels share: where they can run, and how their threads address memory."""
 
-import jax
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from typing import Any
 
-from pallas_kernels.chunks import CHUNK, Column
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Under warpgroup semantics Mosaic infers the layout of every register array on its own; the
 # kernels here name theirs.
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+SWIZZLE = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
 
 def no_hopper() -> str | None:
@@ -22,12 +22,18 @@ def no_hopper() -> str | None:
     return None
 
 
-def by_chunk(x: jax.Array, token: Column, length: Column) -> jax.Array:
-    """`[T, H]` as `[NC, H, 64]`, the tokens of a chunk first and zeros behind them.
+def rows(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
+    """Shared memory for rows of 128 bytes, seen in two ways: as what copies that start at any row
+    of device memory fill or read, and in the tiles of 8 rows that tensor cores read."""
+    if interpret:
+        return plgpu.SMEM(shape, dtype)
+    tiles = plgpu.TilingTransform((8, shape[-1]))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=(SWIZZLE,)),
+        plgpu.SMEM(shape, dtype, transforms=(tiles, SWIZZLE)),
+    )
 
-    `token` and `length` `[NC]` are those of a chunk table.
-    """
-    row = jnp.arange(CHUNK, dtype=jnp.int32)
-    taken = jnp.take(x, token[:, None] + row, axis=0, mode="clip")
-    real = row < length[:, None]
-    return jnp.swapaxes(jnp.where(real[..., None], taken, 0.0), 1, 2)
+
+def seen(ref: Any, interpret: Any) -> tuple[Any, Any]:
+    """(for copies, for everything else) of what `rows` made."""
+    return (ref, ref) if interpret else tuple(ref)

@@ -6,14 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ChunkTable
-from pallas_kernels.mgpu.common import by_chunk, no_hopper
-from pallas_kernels.mgpu.gdn_walk import COLUMNS, Tiling, walk
-from pallas_kernels.mgpu.gdn_within import GROUP, KEY, within
+from pallas_kernels.chunks import CHUNK, ChunkTable
+from pallas_kernels.mgpu.common import no_hopper
+from pallas_kernels.mgpu.gdn_tiles import GROUP, KEY
+from pallas_kernels.mgpu.gdn_walk import walk
+from pallas_kernels.mgpu.gdn_within import within
+from pallas_kernels.mgpu.gdn_work import COLUMNS, Tiling
 from pallas_kernels.walk import DeltaOut
 
-LEAST_DECAY = -90.0
-"""exp of it is zero beside anything that a state holds; a sum of 64 keeps its low bits."""
+SMS = 132
+"""Multiprocessors of an H100 or H200."""
+
+
+def default_tiling(segments: int, heads: int, width: int) -> Tiling:
+    """Blocks of 64 columns while all of them run at once, an SM each; beyond, staters in pairs,
+    for then what the blocks read is the bound."""
+    blocks = segments * heads * width // COLUMNS
+    return Tiling(2, 1, staters=2) if blocks > SMS and not width % (2 * COLUMNS) else Tiling()
 
 
 def refuses(
@@ -69,60 +78,17 @@ def prefill(
 ) -> DeltaOut:
     """`delta_prefill`: see `pallas_kernels.ops`."""
     tokens, heads, width = v.shape
+    tiling = tiling or default_tiling(initial.shape[0], heads, width)
     table = ChunkTable(*(jnp.asarray(column) for column in table))
-    length = jnp.asarray(table.length)
-    token = jnp.where(length > 0, jnp.asarray(table.token), 0)
-    decay = by_chunk(jnp.maximum(g.astype(jnp.float32), LEAST_DECAY), token, length)
-    strength = by_chunk(beta.astype(jnp.float32), token, length)
-    # Copies of a chunk start anywhere: what lies past the end reads as zeros on the device, but
-    # not where it is interpreted; and none is longer than its array.
-    missing = CHUNK if interpret else max(0, CHUNK - tokens)
-    if missing:
-        q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-    local = within(q, k, decay, strength, token, length, interpret)
-    final = jax.new_ref(initial)
-    # No array is empty; where none is asked for, its row is left alone.
-    boundaries = max(1, num_boundaries)
-    boundary = jax.new_ref(jnp.zeros((boundaries, heads, KEY, width), jnp.float32))
-    asked = jnp.asarray(table.boundary)
-    asked = jnp.where(asked < num_boundaries, asked, boundaries)
-    o = walk(tiling or Tiling(), max(tokens, CHUNK), v.shape[1:], interpret)(
-        local.k,
-        local.q,
-        local.solve,
-        local.attend,
-        local.vectors,
-        v,
-        initial,
-        jnp.ones((heads, KEY), jnp.int32) if keep is None else keep.astype(jnp.int32),
-        segment_table(table, initial.shape[0], num_boundaries),
-        jnp.stack([token, table.length, table.final, asked], axis=1),
-        table.cu_seqlens,
-        final,
-        boundary,
+    kept = None if keep is None else keep.astype(jnp.int32)
+    # Copies take arrays of at least a chunk. What lies past the end reads as zeros on the device,
+    # but not where it is interpreted.
+    missing = max(0, CHUNK - tokens)
+    g, beta = (jnp.pad(x, ((0, missing), (0, 0))) for x in (g, beta))
+    missing = CHUNK if interpret else missing
+    q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    local = within(q, k, g, beta, table, width, num_boundaries, interpret)
+    o, final, boundary = walk(
+        local, q, k, v, initial, kept, table, num_boundaries, tiling, interpret
     )
-    return DeltaOut(o[:tokens], jax.freeze(final), jax.freeze(boundary)[:num_boundaries])
-
-
-def segment_table(table: ChunkTable, segments: int, num_boundaries: int) -> jax.Array:
-    """`[N, 5]` int32: first chunk, chunks, start mode; and where a run starts, its segments and its
-    chunks, zero elsewhere."""
-    number = jnp.arange(segments)[:, None]
-    listed = (table.length > 0) | (table.final < segments) | (table.boundary < num_boundaries)
-    mine = (table.segment == number) & listed
-    count = jnp.sum(mine, axis=1)
-    first = jnp.argmax(mine, axis=1)
-    mode = jnp.where(count > 0, table.start[first], CONTINUE)
-    starts = (mode != CONTINUE) & (mode != MERGE)
-    # A run reaches to the next segment that does not merge; segments not listed end it too.
-    after = (number < jnp.arange(segments)) & (mode != MERGE)
-    end = jnp.where(jnp.any(after, axis=1), jnp.argmax(after, axis=1), segments)
-    inside = (number <= jnp.arange(segments)) & (jnp.arange(segments) < end[:, None])
-    columns = (
-        first,
-        count,
-        mode,
-        jnp.where(starts, end - number[:, 0], 0),
-        jnp.where(starts, jnp.sum(jnp.where(inside, count, 0), axis=1), 0),
-    )
-    return jnp.stack(columns, axis=1).astype(jnp.int32)
+    return DeltaOut(o[:tokens], final, boundary[:num_boundaries])

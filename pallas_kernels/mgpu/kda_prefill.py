@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import CHUNK, ChunkTable
-from pallas_kernels.mgpu.common import by_chunk, no_hopper
+from pallas_kernels.mgpu.common import no_hopper
 from pallas_kernels.mgpu.kda_prep import DIM, prepare
 from pallas_kernels.mgpu.kda_walk import Tiling, walk
 from pallas_kernels.walk import DeltaOut
 
-
-def default_tiling(segments: int, heads: int) -> Tiling:
-    """Narrow stretches of columns while they fill the GPU only together."""
-    return Tiling(32, 3, 2) if segments * heads <= 64 else Tiling(64, 2, 2)
+DEFAULT = Tiling()
 
 
 def refuses(*args: Any) -> str | None:
@@ -62,18 +59,17 @@ def prefill(
     keep: jax.Array | None,
     num_boundaries: int,
     *,
-    tiling: Tiling | None = None,
+    tiling: Tiling = DEFAULT,
     interpret: Any = None,
 ) -> DeltaOut:
     """`delta_prefill`: see `pallas_kernels.ops`."""
-    tokens, heads, key_dim = q.shape
-    tiling = tiling or default_tiling(initial.shape[0], heads)
+    tokens = q.shape[0]
     table = ChunkTable(*(jnp.asarray(column, jnp.int32) for column in table))
-    kept = jnp.ones((heads, key_dim), jnp.int32) if keep is None else keep.astype(jnp.int32)
+    kept = None if keep is None else keep.astype(jnp.int32)
     # Copies take arrays of at least a chunk.
     short = max(0, CHUNK - tokens)
     q, k, v = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v))
-    strength = by_chunk(beta.astype(jnp.float32), table.token, table.length)
-    prepared = prepare(q, k, g.astype(jnp.float32), strength, table.token, table.length, interpret)
+    beta = jnp.pad(beta, ((0, short), (0, 0)))
+    prepared = prepare(q, k, g, beta, table.token, table.length, interpret)
     o, final, boundary = walk(prepared, v, initial, kept, table, num_boundaries, tiling, interpret)
     return DeltaOut(o[:tokens], final, boundary)

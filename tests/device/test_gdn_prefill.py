@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels.bench import delta_prefill
 from pallas_kernels.bench import gdn_prefill as bench
 from pallas_kernels.mgpu import gdn_prefill as kernel
 from tests.kernels import gdn_cases
@@ -60,7 +61,7 @@ def test_every_regime_follows_the_recurrence(regime, rng):
     gdn_cases.assert_right(computed(c), c)
 
 
-@pytest.mark.parametrize("tiling", [*bench.TILINGS, None], ids=str)
+@pytest.mark.parametrize("tiling", [*bench.TILINGS.values(), None], ids=str)
 @pytest.mark.parametrize("padding", [0, 1, 150])
 def test_ragged_segments_follow_the_recurrence(padding, tiling, rng):
     c = case(rng, RAGGED, **HEADS, regime="resets", padding=padding, unlisted=2 * (padding > 1))
@@ -108,11 +109,11 @@ def test_bits_depend_on_nothing_else_in_the_batch(rng):
     assert_same_bits(out.final[0], together.final[1])
 
 
-@pytest.mark.parametrize("lengths", [(1024,), bench.RAGGED], ids=["1x1024", "ragged"])
-def test_real_shapes_repeat_their_bits_and_are_right(lengths):
-    problem = bench.make(lengths)
-    for name, make in problem.runs.items():
-        if name == "xla":
+@pytest.mark.parametrize("name", ["1x1024", "1x8192, a state every 1024", "8 ragged, 16384 in all"])
+def test_real_shapes_repeat_their_bits_and_are_right(name):
+    problem = delta_prefill.make(bench.GDN, delta_prefill.SHAPES[name])
+    for run, make in problem.runs.items():
+        if run == "xla":
             continue
         call = make()
         first = call.call(*call.args)
@@ -120,7 +121,7 @@ def test_real_shapes_repeat_their_bits_and_are_right(lengths):
             truth = np.asarray(problem.expected[key], np.float64)
             assert gdn_cases.rms_ratio(value, truth) <= gdn_cases.TOLERANCE
         differ = jnp.int32(0)
-        for _ in range(1000 if lengths == (1024,) else 100):
+        for _ in range(1000 if name == "1x1024" else 100):
             again = call.call(*call.args)
             differ += sum(jnp.any(x != y) for x, y in zip(again, first, strict=True))
         assert int(differ) == 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 
 HEADS, ROWS = 4, 8
 BUCKET = {"tokens": 1216, "chunks": 32, "boundaries": 24}
-TILINGS = (Tiling(32, 3, 2), Tiling(32, 2, 2), Tiling(64, 2, 2))
+TILINGS = (Tiling(2, 2, 2), Tiling(3, 2, 1), Tiling(1, 1, 1))
 
 
 @pytest.fixture
@@ -113,6 +113,14 @@ def test_real_shapes_follow_the_float32_form(tokens, lengths, rng):
         assert bool(jnp.all(jnp.isfinite(got)))
         error = jnp.linalg.norm(got - want)
         assert float(error) <= kda_cases.TOLERANCE * float(jnp.linalg.norm(want))
+
+
+def test_a_single_segment_needs_neither_masks_nor_boundaries(rng):
+    b = kda_cases.batch(rng, "kimi", [Segment(1000)], HEADS)
+    b = b._replace(boundaries=[], keep=np.ones_like(b.keep))
+    *args, _ = arguments(b, {"tokens": 1024, "chunks": 17, "boundaries": 0})
+    poison(args[0], args[5], args[0])
+    kda_cases.assert_right(run(*args, None, boundaries=0), b)
 
 
 @pytest.mark.parametrize("start", [0, 45])

@@ -9,7 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels as pk
 from pallas_kernels.bench import gdn_prefill as bench
 from pallas_kernels.mgpu import gdn_prefill as kernel
-from pallas_kernels.mgpu.gdn_walk import Tiling
+from pallas_kernels.mgpu.gdn_within import within
+from pallas_kernels.mgpu.gdn_work import Tiling
 from tests.kernels import gdn_cases
 from tests.kernels.cases import Segment, assert_same_bits
 from tests.kernels.gdn_cases import case
@@ -33,7 +34,7 @@ def test_ragged_segments_follow_the_recurrence_without_races():
         Segment(1, 5),
     ]
     c = case(np.random.default_rng(0), segments, regime="resets", padding=10, unlisted=1)
-    gdn_cases.assert_right(interpreted(c, Tiling(2), races=True), c)
+    gdn_cases.assert_right(interpreted(c, Tiling(2, 2, parts=2), races=True), c)
 
 
 @pytest.mark.slow
@@ -41,7 +42,7 @@ def test_ragged_segments_follow_the_recurrence_without_races():
 @pytest.mark.parametrize("regime", gdn_cases.REGIMES)
 def test_every_regime_follows_the_recurrence(regime):
     c = case(np.random.default_rng(1), [Segment(130)], values=128, regime=regime)
-    gdn_cases.assert_right(interpreted(c, Tiling(1)), c)
+    gdn_cases.assert_right(interpreted(c), c)
 
 
 @pytest.mark.timeout(180)
@@ -78,8 +79,23 @@ def test_a_run_cut_at_a_multiple_of_64_gives_the_same_bits():
     assert_same_bits(tail.final, together.final)
 
 
-@pytest.mark.parametrize("tokens, segments, heads", [(8192, 1, 32), (16384, 8, 32), (1000, 3, 4)])
-@pytest.mark.parametrize("tiling", [*bench.TILINGS, None], ids=str)
+@pytest.mark.timeout(180)
+def test_blocks_of_more_columns_give_the_same_bits():
+    c = case(np.random.default_rng(4), [Segment(20)], values=128)
+    narrow, wide = (interpreted(c, Tiling(2, 1, staters=n)) for n in (1, 2))
+    gdn_cases.assert_right(narrow, c)
+    for one, other in zip(narrow, wide, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    "tokens, segments, heads, tiling",
+    [
+        (16384, 8, 32, None),
+        (1000, 3, 4, None),
+        *((8192, 1, 32, tiling) for tiling in bench.TILINGS.values()),
+    ],
+)
 def test_both_kernels_lower_at_real_shapes(tokens, segments, heads, tiling):
     spec, chunks = jax.ShapeDtypeStruct, tokens // 64 + segments
     keys, values = ((tokens, n, 128) for n in (heads // 2, heads))
@@ -110,17 +126,11 @@ def test_runs_reach_to_the_next_segment_that_does_not_merge():
         num_boundaries=1,
     )
     table = pk.ChunkTable(*(jnp.asarray(x) for x in table))
-    np.testing.assert_array_equal(
-        kernel.segment_table(table, 7, 1)[:5],
-        [
-            [0, 2, pk.SLOT, 3, 4],
-            [2, 1, pk.MERGE, 0, 0],
-            [3, 1, pk.MERGE, 0, 0],
-            [4, 1, pk.ZERO, 1, 1],
-            [5, 2, pk.ZERO, 1, 2],
-        ],
-    )
-    assert not np.any(kernel.segment_table(table, 7, 1)[5:, 1:])
+    keys, gates = jnp.zeros((256, 1, 128), jnp.bfloat16), jnp.zeros((256, 2))
+    local = within(keys, keys, gates, gates, table, 64, 0, plgpu.InterpretGPUParams())
+    merged, unlisted = [0, 0], [1, 0]
+    runs = [[0, 4], merged, merged, [4, 5], [5, 7], unlisted, unlisted]
+    np.testing.assert_array_equal(local.runs, runs)
 
 
 def test_what_was_not_tested_is_refused_with_its_reason():

@@ -16,7 +16,7 @@ from pallas_kernels.mgpu.kda_walk import Tiling, runs
 from tests.kernels import cases, kda_cases
 from tests.kernels.cases import Segment
 
-WIDE, NARROW = Tiling(64, 2, 2), Tiling(32, 3, 2)
+TIGHT, ROOMY = Tiling(1, 1, 1), Tiling(3, 2, 1)
 BUCKET = {"tokens": 160, "chunks": 9, "boundaries": 4}
 # What lies on the other side of a diagonal overflows, and is selected away.
 pytestmark = [
@@ -32,7 +32,7 @@ interpretable = pytest.mark.skipif(
 )
 
 
-def interpreted(b: kda_cases.Batch, tiling=WIDE, races=False) -> pk.DeltaOut:
+def interpreted(b: kda_cases.Batch, tiling=TIGHT, races=False) -> pk.DeltaOut:
     """In a bucket with room to spare, whose padding tokens hold NaN."""
     inputs = (jnp.asarray(x) for x in cases.pad(b.inputs, BUCKET["tokens"]))
     return kernel.prefill(
@@ -61,6 +61,16 @@ def test_ragged_segments_follow_the_recurrence():
 
 
 @interpretable
+def test_a_single_segment_needs_neither_masks_nor_boundaries():
+    b = kda_cases.batch(np.random.default_rng(3), "kimi", [Segment(70)], heads=1)
+    b = b._replace(boundaries=[], keep=np.ones_like(b.keep))
+    run = functools.partial(kernel.prefill, interpret=plgpu.InterpretGPUParams())
+    table, initial = b.table(tokens=70, chunks=3, boundaries=0), jnp.asarray(b.initial)
+    out = run(*map(jnp.asarray, b.inputs), initial, table, None, 0)
+    kda_cases.assert_right(out, b)
+
+
+@interpretable
 @pytest.mark.slow
 def test_no_two_threads_race():
     b = kda_cases.batch(np.random.default_rng(1), "kimi", [Segment(150)], heads=1)
@@ -74,7 +84,7 @@ def test_every_regime_stays_near_the_recurrence(regime):
     b = kda_cases.batch(np.random.default_rng(2), regime, [Segment(150, 45)], heads=1)
     parallel = regime == "parallel keys"
     tolerance = kda_cases.PARALLEL_TOLERANCE if parallel else kda_cases.TOLERANCE
-    kda_cases.assert_right(interpreted(b, NARROW), b, tolerance)
+    kda_cases.assert_right(interpreted(b, ROOMY), b, tolerance)
 
 
 def test_runs_begin_where_no_state_comes_from_before():
@@ -89,7 +99,10 @@ def test_runs_begin_where_no_state_comes_from_before():
         num_chunks=9,
         num_boundaries=0,
     )
-    assert runs(ChunkTable(*map(jnp.asarray, table)), 6).tolist() == [0, 4, 5, 6, 6, 6, 6]
+    first, stop, counts = np.split(runs(ChunkTable(*map(jnp.asarray, table)), 6, 0), (6, 12))
+    assert first.tolist() == [0, 4, 5, 6, 6, 6]
+    assert stop.tolist() == [4, 5, 6, 6, 6, 6]
+    assert counts.tolist() == [4, 0]
 
 
 def specs(tokens, segments, boundaries, heads=32):
@@ -114,8 +127,8 @@ def test_real_shapes_lower_for_cuda_into_two_kernels(tokens, segments):
 
 
 def test_tilings_fit_into_shared_memory():
-    for segments, heads in ((1, 4), (1, 32), (2, 32), (64, 32)):
-        assert kernel.default_tiling(segments, heads).shared_bytes <= 226 * 1024
+    for tiling in (Tiling(), TIGHT, ROOMY):
+        assert tiling.shared_bytes <= 226 * 1024
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""The output of the GDN walk: one warpgroup makes and stores it behind the state, `gdn_walk`."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.chunks import CHUNK
+from pallas_kernels.mgpu.common import seen
+from pallas_kernels.mgpu.gdn_tiles import BY_ROW, WGMMA, along, load, multiply
+from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
+
+
+def emit(w: Work, chunk, at) -> None:
+    s, slot = w.scratch, lax.rem(at, w.tiling.query_slots)
+    plgpu.barrier_wait(s["queries_full"].at[slot])
+    for stater in range(w.tiling.staters):
+        out = _product(w, stater, slot, lax.rem(at, 2))
+        if stater == w.tiling.staters - 1:
+            plgpu.barrier_arrive(s["queries_free"].at[slot])
+        copied, tiles = seen(s["out"], w.interpret)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        for n in range(COLUMNS // STORED):
+            tiles.at[n][...] = out[:, n * STORED : (n + 1) * STORED]
+        plgpu.commit_smem()
+        _store(w, stater, copied, w.table.token[chunk], w.table.length[chunk])
+
+
+def _product(w: Work, stater: int, slot, buffer):
+    """O of a stater's columns."""
+    s, handed = w.scratch, 2 * stater + buffer
+    q = [seen(s["q"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
+    state, update = s["state"].at[stater, buffer], s["update"].at[stater, buffer]
+    plgpu.barrier_wait(s["handed"].at[handed])
+    known, new, scale = multiply(
+        [None, *((x, state.at[h].T) for h, x in zip(HALVES, q, strict=True))],
+        [None, (s["attend"].at[slot], update.T)],
+        interpret=w.interpret,
+        meanwhile=lambda: load(s["query_vector"].at[slot], BY_ROW),
+    )
+    plgpu.barrier_arrive(s["taken"].at[handed])
+    return known * along(scale, 0) + new
+
+
+def _store(w: Work, stater: int, copied, start, count) -> None:
+    """o[start : start + count] = the first rows of what lies in shared memory, as copies of 2^i
+    rows."""
+    o = w.arrays["o"].at[:, w.head, w.columns(stater)]
+    size, row = CHUNK, 0
+    while size:
+
+        @pl.when((count & size) != 0)
+        def _(size=size, row=row):
+            for n in range(COLUMNS // STORED):
+                target = o.at[pl.ds(start + row, size), pl.ds(n * STORED, STORED)]
+                plgpu.copy_smem_to_gmem(copied.at[n, pl.ds(row, size)], target)
+
+        row = row + (count & size)
+        size //= 2
+
+
+def clear(w: Work) -> None:
+    """Zeros in o where padding tokens are: 64 rows of every 64 * N for the block of a segment."""
+    segments = w.arrays["initial"].shape[0]
+    first = w.table.cu_seqlens[segments]
+    tokens = min(w.arrays["v"].shape[0], w.arrays["o"].shape[0])
+    pieces = lax.div(jnp.maximum(tokens - first, 0) + (CHUNK - 1), CHUNK)
+    copied, tiles = seen(w.scratch["out"], w.interpret)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    zeros = plgpu.layout_cast(jnp.zeros((CHUNK, STORED), jnp.float32), WGMMA)
+    for n in range(COLUMNS // STORED):
+        tiles.at[n][...] = zeros
+    plgpu.commit_smem()
+
+    def clear(i, _):
+        start = first + (w.segment + i * segments) * CHUNK
+        for stater in range(w.tiling.staters):
+            _store(w, stater, copied, start, jnp.minimum(tokens - start, CHUNK))
+
+    mine = lax.div(pieces - w.segment + (segments - 1), segments)
+    lax.fori_loop(0, mine, clear, None)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,102 @@
+"""What the warpgroups of the GDN walk share: their part of the work and their shared memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.chunks import CHUNK
+from pallas_kernels.mgpu.common import rows
+from pallas_kernels.mgpu.gdn_tiles import HALF, KEY, squares
+from pallas_kernels.mgpu.gdn_within import QUERY
+
+COLUMNS = 64
+"""Value columns of a stater."""
+STORED = 32
+"""Columns of o that a copy takes: 128 bytes."""
+HALVES = range(KEY // HALF)
+_KEY_SIDE, _QUERY_SIDE = 4, 4  # copies a slot of each ring takes, those of v apart
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Slots of what the staters and the outputter read; bfloat16 parts, 1 or 2, in which the state
+    takes U; staters of a block of threads, which share what does not depend on the column."""
+
+    key_slots: int = 3
+    query_slots: int = 2
+    parts: int = 1
+    staters: int = 1
+
+
+class Work(NamedTuple):
+    """The part of a block: segment, value head, first value column and chunks; references to a
+    `ChunkTable`, a `Within` without boundary states, the arrays of `walk` and shared memory."""
+
+    segment: Any
+    head: Any
+    column: Any
+    first: Any
+    stop: Any
+    table: Any
+    local: Any
+    arrays: dict[str, Any]
+    scratch: dict[str, Any]
+    num_boundaries: int
+    tiling: Tiling
+    interpret: Any
+
+    def columns(self, stater: Any) -> Any:
+        """The value columns of a stater."""
+        return pl.ds(self.column + stater * COLUMNS, COLUMNS)
+
+
+def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
+    keys, queries, staters = tiling.key_slots, tiling.query_slots, tiling.staters
+    return {
+        "k": rows((keys * len(HALVES), CHUNK, HALF), jnp.bfloat16, interpret),
+        "v": rows((keys * staters, CHUNK, COLUMNS), jnp.bfloat16, interpret),
+        "solve": squares(keys),
+        "key_vectors": plgpu.SMEM((keys, QUERY, CHUNK), jnp.float32),
+        "q": rows((queries * len(HALVES), CHUNK, HALF), jnp.bfloat16, interpret),
+        "attend": squares(queries),
+        "query_vector": plgpu.SMEM((queries, CHUNK), jnp.float32),
+        "state": squares(staters, 2, len(HALVES)),
+        "update": squares(staters, 2),
+        "out": rows((COLUMNS // STORED, CHUNK, STORED), jnp.float32, interpret),
+        "keys_full": plgpu.Barrier(num_arrivals=_KEY_SIDE + staters, num_barriers=keys),
+        "keys_free": plgpu.Barrier(num_arrivals=staters, num_barriers=keys),
+        "queries_full": plgpu.Barrier(num_arrivals=_QUERY_SIDE, num_barriers=queries),
+        "queries_free": plgpu.Barrier(num_barriers=queries),
+        "handed": plgpu.Barrier(num_barriers=2 * staters),
+        "taken": plgpu.Barrier(num_barriers=2 * staters),
+    }
+
+
+def visit(w: Work, visit: Callable[[Any, Any], None]) -> Any:
+    """`visit(chunk, done)` for the chunks with tokens, `done` of them before; how many in all."""
+
+    def step(chunk, done):
+        some = (w.table.length[chunk] > 0).astype(jnp.int32)
+
+        @pl.when(some > 0)
+        def _():
+            visit(chunk, done)
+
+        return done + some
+
+    return lax.fori_loop(w.first, w.stop, step, jnp.int32(0))
+
+
+def drain(barrier: Any, arrived: Any, slots: int, first: Any = 0) -> None:
+    """Wait for the last arrivals, one a slot from the first on, so that none is left when the block
+    ends."""
+
+    def wait(i, _):
+        plgpu.barrier_wait(barrier.at[first + lax.rem(i, slots)])
+
+    lax.fori_loop(jnp.maximum(arrived - slots, 0), arrived, wait, None)
