@@ -93,14 +93,17 @@ def make(kind: Kind, shape: Shape) -> Problem:
     args = (*inputs.values(), _table(shape))
     boundaries = len(_boundaries(shape))
 
+    def jitted(op: Callable[..., DeltaOut]) -> Callable[..., DeltaOut]:
+        return jax.jit(lambda *args: op(*args, None, boundaries))
+
     def run(op: Callable[..., DeltaOut]) -> Run:
-        return Run(jax.jit(lambda *args: op(*args, None, boundaries)), args, 0, _result)
+        return Run(jitted(op), args, 0, _result)
 
     runs: dict[str, Callable[[], Run]] = {"ours": partial(run, kind.kernel)}
     for name, tiling in kind.tilings.items():
         runs[f"ours[{name}]"] = partial(run, partial(kind.kernel, tiling=tiling))
     runs["xla"] = partial(run, chunked.prefill)
-    expected = _result(jax.jit(lambda *args: chunked.prefill(*args, None, boundaries))(*args))
+    expected = _result(jitted(chunked.prefill)(*args))
     return Problem(inputs | {"lengths": shape.lengths}, expected, TOLERANCE, runs)
 
 
