@@ -101,7 +101,7 @@ def _mappings() -> int:
 
 
 def _forget_engines() -> None:
-    engines = sys.modules.get("tests.engines")
-    if engines is not None:
-        engines.forget()
+    for name in ("tests.engines", "tests.mesh_engines"):
+        if name in sys.modules:
+            sys.modules[name].forget()
     gc.collect()

@@ -68,7 +68,7 @@ def alone(family: str) -> Engine:
     return Engine(uneven_model(family), config_of())
 
 
-@lru_cache
+@lru_cache(maxsize=3)
 def over(family: str, tp: int, ordered: bool) -> Engine:
     """Over `tp` ranks, heads as released or in the order that balances them.
 
@@ -76,6 +76,12 @@ def over(family: str, tp: int, ordered: bool) -> Engine:
     """
     model = shard_model(uneven_model(family), make_mesh(tp))
     return Engine(model, config_of("hybrid" if ordered else "storage"))
+
+
+def forget() -> None:
+    """Let go of every engine built so far, and of its compiled steps."""
+    alone.cache_clear()
+    over.cache_clear()
 
 
 def adopted(

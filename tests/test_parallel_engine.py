@@ -53,9 +53,12 @@ FEW = QUICK[2::2]
 
 
 def cases(quick: list[tuple[str, int, str]]) -> pytest.MarkDecorator:
-    """All families, ranks and placements; slow but those."""
-    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in quick]
-    return pytest.mark.parametrize(("family", "tp", "placement"), [*quick, *rest])
+    """All families, ranks and placements; slow but those. The scope, and the same order in every
+    test, make pytest run a case through all tests, so that few engines are held at a time."""
+    values = [
+        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in EVERY
+    ]
+    return pytest.mark.parametrize(("family", "tp", "placement"), values, scope="module")
 
 
 @lru_cache
