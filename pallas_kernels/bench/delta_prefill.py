@@ -33,11 +33,11 @@ class Shape(NamedTuple):
 SHAPES = {
     "1x1024": Shape((1024,)),
     "1x8192": Shape((8192,)),
+    "8 ragged, 16384 in all": Shape(RAGGED),
     "8x2048": Shape((2048,) * 8),
     "1x4096": Shape((4096,)),
     "1x16384": Shape((16384,)),
     "1x8192, a state every 1024": Shape((8192,), every=1024),
-    "8 ragged, 16384 in all": Shape(RAGGED),
     "1x8192, one of 8 ranks": Shape((8192,), ranks=8),
     "1x65536": Shape((65536,)),
 }

@@ -13,6 +13,8 @@ from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
 
 def emit(w: Work, chunk, at) -> None:
     s, slot = w.scratch, lax.rem(at, w.tiling.query_slots)
+    # Before the waits: device memory is slow to answer.
+    start, count = w.table.token[chunk], w.table.length[chunk]
     plgpu.barrier_wait(s["queries_full"].at[slot])
     for stater in range(w.tiling.staters):
         out = _product(w, stater, slot, lax.rem(at, 2))
@@ -24,7 +26,7 @@ def emit(w: Work, chunk, at) -> None:
         for n in range(COLUMNS // STORED):
             tiles.at[n][...] = out[:, n * STORED : (n + 1) * STORED]
         plgpu.commit_smem()
-        _store(w, stater, copied, w.table.token[chunk], w.table.length[chunk])
+        _store(w, stater, copied, start, count)
 
 
 def _product(w: Work, stater: int, slot, buffer):

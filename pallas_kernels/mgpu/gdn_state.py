@@ -1,5 +1,6 @@
 """The state of a run in the GDN walk: one warpgroup carries it from chunk to chunk, `gdn_walk`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,31 +45,37 @@ def carry(w: Work, stater: Any) -> Any:
         return tuple(getattr(w.table, name)[chunk] for name in columns)
 
     def chunk(c, carry):
-        state, done, (mode, length, segment, *targets) = carry
-        # A chunk ahead: device memory is slow to answer.
-        ahead = read(jnp.minimum(c + 1, w.stop - 1))
-        some = (length > 0).astype(jnp.int32)
+        state, values, done, row = carry
+        mode, length, segment, *targets = row
+        following = jnp.minimum(c + 1, w.stop - 1)
+
+        def advance(_, carry):
+            state, values, _ = carry
+            return _advance(w, stater, state, values, length, done, lambda: read(following))
+
         # Loops of one turn or none: values of a branch.
-        begins = (mode != CONTINUE).astype(jnp.int32)
+        some, begins = (x.astype(jnp.int32) for x in (length > 0, mode != CONTINUE))
         state = lax.fori_loop(0, begins, lambda _, x: start(segment, mode, x), state)
-        state = lax.fori_loop(0, some, lambda _, x: _advance(w, stater, x, length, done), state)
-        for target, row, count in zip((final, boundary), targets, counts, strict=True):
+        state, values, row = lax.fori_loop(0, some, advance, (state, values, row))
+        row = lax.fori_loop(0, 1 - some, lambda *_: read(following), row)
+        for target, to, count in zip((final, boundary), targets, counts, strict=True):
 
-            @pl.when(row < count)
-            def _(target=target, row=row):
-                store(target, row, state)
+            @pl.when(to < count)
+            def _(target=target, to=to):
+                store(target, to, state)
 
-        return state, done + some, ahead
+        return state, values, done + some, row
 
-    zeros = [plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA) for _ in HALVES]
+    zero = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
 
     # A segment that is not listed keeps its state.
     @pl.when(w.first > w.stop)
     def _():
-        store(final, w.segment, start(w.segment, jnp.int32(SLOT), zeros))
+        store(final, w.segment, start(w.segment, jnp.int32(SLOT), [zero for _ in HALVES]))
 
-    carry = zeros, jnp.int32(0), read(jnp.minimum(w.first, w.table.start.shape[0] - 1))
-    return lax.fori_loop(w.first, w.stop, chunk, carry)[1]
+    row = read(jnp.minimum(w.first, w.table.start.shape[0] - 1))
+    carry = [zero for _ in HALVES], zero.astype(jnp.bfloat16), jnp.int32(0), row
+    return lax.fori_loop(w.first, w.stop, chunk, carry)[2]
 
 
 def _started(w: Work, stater, segment, mode, half: int, state):
@@ -83,16 +90,20 @@ def _started(w: Work, stater, segment, mode, half: int, state):
     return jnp.where((mode == MERGE) | (mode == SLOT), loaded, 0.0)
 
 
-def _advance(w: Work, stater, state, length, at):
-    """The state behind a chunk; leaves what the outputter needs."""
+def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]):
+    """The state behind a chunk, the values of the next one and its row of the table, from `read`;
+    leaves what the outputter needs.
+
+    What is no link of the chain is put between the start of a product and the wait for it.
+    """
     s, slot, buffer = w.scratch, lax.rem(at, w.tiling.key_slots), lax.rem(at, 2)
     k = [seen(s["k"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
-    v = seen(s["v"], w.interpret)[1].at[slot * w.tiling.staters + stater]
     solve, handed = s["solve"].at[slot], 2 * stater + buffer
     vectors = s["key_vectors"].at[slot]
     rounded = [x.astype(jnp.bfloat16) for x in state]
-    plgpu.barrier_wait(s["keys_full"].at[slot])
-    _zero_past(length, (*k, v))
+    first = (at == 0).astype(jnp.int32)
+    values = lax.fori_loop(0, first, lambda *_: _values(w, stater, 0), values)
+    _zero_past(length, k)
 
     def hand_state():
         @pl.when(at >= 2)
@@ -101,19 +112,21 @@ def _advance(w: Work, stater, state, length, at):
 
         for h, x in zip(HALVES, rounded, strict=True):
             s["state"].at[stater, buffer, h][...] = x
-        values = load(v.T, WGMMA).astype(jnp.float32)
-        return values * along(load(vectors.at[STRENGTH], BY_COLUMN), 1)
+        return _scaled(values, vectors, length), load(vectors.at[ERASE], BY_COLUMN)
 
     known = [None, *((x, y.T) for x, y in zip(rounded, k, strict=True))]
-    known, values = multiply(known, interpret=w.interpret, meanwhile=hand_state)
-    fresh = values + known * along(load(vectors.at[ERASE], BY_COLUMN), 1)
+    known, (scaled, erase) = multiply(known, interpret=w.interpret, meanwhile=hand_state)
+    fresh = scaled + known * along(erase, 1)
+    part = fresh.astype(jnp.bfloat16), solve.T
 
     def decay_state():
-        return [x * vectors[OVER, 0] for x in state]
+        decayed = [x * vectors[OVER, 0] for x in state]
+        return decayed, load(vectors.at[TO_END], BY_COLUMN), read()
 
-    part = fresh.astype(jnp.bfloat16), solve.T
-    update, decayed = multiply([fresh, part], interpret=w.interpret, meanwhile=decay_state)
-    parts, rest = [], update * along(load(vectors.at[TO_END], BY_COLUMN), 1)
+    update, (decayed, to_end, row) = multiply(
+        [fresh, part], interpret=w.interpret, meanwhile=decay_state
+    )
+    parts, rest = [], update * along(to_end, 1)
     for _ in range(w.tiling.parts):
         parts.append(rest.astype(jnp.bfloat16))
         rest = rest - parts[-1].astype(jnp.float32)
@@ -122,12 +135,28 @@ def _advance(w: Work, stater, state, length, at):
         s["update"].at[stater, buffer][...] = update.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.barrier_arrive(s["handed"].at[handed])
-        return ()
+        return _values(w, stater, at + 1)
 
     sums = [[x, *((part, y) for part in parts)] for x, y in zip(decayed, k, strict=True)]
-    *state, _ = multiply(*sums, interpret=w.interpret, meanwhile=hand_update)
+    *state, values = multiply(*sums, interpret=w.interpret, meanwhile=hand_update)
     plgpu.barrier_arrive(s["keys_free"].at[slot])
-    return state
+    return state, values, row
+
+
+def _values(w: Work, stater, at):
+    """V^T of a chunk, once its copies are there. The loader brings one more than there are."""
+    s, slot = w.scratch, lax.rem(at, w.tiling.key_slots)
+    plgpu.barrier_wait(s["keys_full"].at[slot])
+    v = seen(s["v"], w.interpret)[1].at[slot * w.tiling.staters + stater]
+    return load(v.T, WGMMA)
+
+
+def _scaled(values, vectors, length):
+    """beta V^T without the columns past the end of a chunk, which are other tokens, or none and
+    NaN."""
+    scaled = values.astype(jnp.float32) * along(load(vectors.at[STRENGTH], BY_COLUMN), 1)
+    short = (length < CHUNK).astype(jnp.int32)
+    return lax.fori_loop(0, short, lambda _, x: jnp.where(index(1) < length, x, 0.0), scaled)
 
 
 def _zero_past(length, tiles) -> None:

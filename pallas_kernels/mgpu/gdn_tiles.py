@@ -53,8 +53,11 @@ def multiply(*sums: Any, interpret: Any, meanwhile: Callable[[], Any] = tuple) -
         return *(a[...] for a in accumulators), other
 
     accumulators = (plgpu.WGMMAAccumulatorRef(SQUARE, jnp.float32) for _ in sums)
-    # Without the barrier, arithmetic may move ahead of the wait for the products.
-    return lax.optimization_barrier(pl.run_scoped(issue, *accumulators))
+    out, tree = jax.tree.flatten(pl.run_scoped(issue, *accumulators))
+    # Without the barrier, arithmetic may move ahead of the wait for the products. It takes no
+    # scalars.
+    arrays = iter(lax.optimization_barrier([x for x in out if x.ndim]))
+    return jax.tree.unflatten(tree, [next(arrays) if x.ndim else x for x in out])
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

@@ -103,7 +103,7 @@ def _play(w: Work) -> None:
     def _():
         plgpu.set_max_registers(registers[LOADER], action="decrease")
         done = _load_chunks(w)
-        drain(w.scratch["keys_free"], done, w.tiling.key_slots)
+        drain(w.scratch["keys_free"], done, w.tiling.key_slots, begun=done + 1)
         drain(w.scratch["queries_free"], done, w.tiling.query_slots)
 
     @pl.when(warpgroup >= STATER)
@@ -173,6 +173,8 @@ def _load_chunks(w: Work) -> Any:
 
     @pl.when(done > 0)
     def _():
+        # Staters take the values of a chunk while they make the state behind the one before.
+        key_side(before, done)
         query_side(before, done - 1)
 
     return done

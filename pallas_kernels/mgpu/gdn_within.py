@@ -199,11 +199,12 @@ def _read_gates(g, beta, token, head, gates):
     """Put g and beta of the chunk's rows behind 64 rows of what may lie before them: what is read
     must not begin past the last 64 tokens."""
     first = jnp.minimum(token, g.shape[0] - CHUNK)
-    for e in range(GROUP):
-        for i, x in enumerate((g, beta)):
-            column = load(x.at[pl.ds(first, CHUNK), head * GROUP + e], BY_ROW)
-            place = pl.ds(CHUNK - (token - first), CHUNK)
-            gates.at[e, i, place][...] = column.astype(jnp.float32)
+    place = pl.ds(CHUNK - (token - first), CHUNK)
+    targets = [(x, e, i) for e in range(GROUP) for i, x in enumerate((g, beta))]
+    # All of them before the first is put down, so that they are under way together.
+    columns = [load(x.at[pl.ds(first, CHUNK), head * GROUP + e], BY_ROW) for x, e, _ in targets]
+    for (_, e, i), column in zip(targets, columns, strict=True):
+        gates.at[e, i, place][...] = column.astype(jnp.float32)
 
 
 def _cumulate(count, gates, sums):

@@ -24,8 +24,9 @@ _KEY_SIDE, _QUERY_SIDE = 4, 4  # copies a slot of each ring takes, those of v ap
 
 @dataclass(frozen=True)
 class Tiling:
-    """Slots of what the staters and the outputter read; bfloat16 parts, 1 or 2, in which the state
-    takes U; staters of a block of threads, which share what does not depend on the column."""
+    """Slots of what the staters, at least two, and the outputter read; bfloat16 parts, 1 or 2, in
+    which the state takes U; staters of a block of threads, which share what does not depend on the
+    column."""
 
     key_slots: int = 3
     query_slots: int = 2
@@ -92,11 +93,13 @@ def visit(w: Work, visit: Callable[[Any, Any], None]) -> Any:
     return lax.fori_loop(w.first, w.stop, step, jnp.int32(0))
 
 
-def drain(barrier: Any, arrived: Any, slots: int, first: Any = 0) -> None:
+def drain(barrier: Any, arrived: Any, slots: int, first: Any = 0, begun: Any = None) -> None:
     """Wait for the last arrivals, one a slot from the first on, so that none is left when the block
-    ends."""
+    ends. Each but the first `slots` uses of a slot waited for the one before; `begun` uses, if not
+    as many as arrivals."""
 
     def wait(i, _):
         plgpu.barrier_wait(barrier.at[first + lax.rem(i, slots)])
 
-    lax.fori_loop(jnp.maximum(arrived - slots, 0), arrived, wait, None)
+    begun = arrived if begun is None else begun
+    lax.fori_loop(jnp.maximum(begun - slots, 0), arrived, wait, None)

@@ -23,20 +23,24 @@ ANCHOR, START, END, REACH = range(4)
 _CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)
 
 
-def cumulate(g, head, token, length, gates) -> None:
-    """Put G in base 2 into shared memory, a channel a thread."""
-    whole = isinstance(length, int)
-    steps = []
-    rows = g.at[pl.ds(token, CHUNK), head]
-    for i in range(CHUNK):
-        row = i if whole else jnp.minimum(i, length - 1)
-        step = load(rows.at[row], _CHANNEL).astype(jnp.float32)
-        step = jnp.maximum(step, LEAST_DECAY) * LOG2E
-        steps.append(step if whole else jnp.where(i < length, step, 0.0))
-    total = steps[0]
-    for i in range(CHUNK):
-        total = total + steps[i] if i else total
-        gates.at[i, pl.ds(0, DIM)][...] = total
+def cumulate(steps, length, gates) -> None:
+    """Put G in base 2 into shared memory, a channel a thread, from g `[64, 128]` in the same place.
+
+    Rows from length on, which are arbitrary, count as zeros.
+    """
+    values = [load(steps.at[row], _CHANNEL) for row in range(CHUNK)]
+    # The rows of gates lie across those of other threads' steps.
+    plgpu.commit_smem()
+    for whole in (True, False):
+
+        @pl.when((length == CHUNK) == whole)
+        def _(whole=whole):
+            total = None
+            for row, value in enumerate(values):
+                step = jnp.maximum(value.astype(jnp.float32), LEAST_DECAY) * LOG2E
+                step = step if whole else jnp.where(row < length, step, 0.0)
+                total = step if total is None else total + step
+                gates.at[row, pl.ds(0, DIM)][...] = total
 
 
 def find_factors(gates, factors, decay) -> None:

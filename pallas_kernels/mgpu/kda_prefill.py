@@ -68,8 +68,9 @@ def prefill(
     kept = None if keep is None else keep.astype(jnp.int32)
     # Copies take arrays of at least a chunk.
     short = max(0, CHUNK - tokens)
-    q, k, v = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v))
+    q, k, v, g = (jnp.pad(x, ((0, short), (0, 0), (0, 0))) for x in (q, k, v, g))
     beta = jnp.pad(beta, ((0, short), (0, 0)))
-    prepared = prepare(q, k, g, beta, table.token, table.length, interpret)
+    columns = table.token, table.length
+    prepared = prepare(q, k, g, beta, *columns, tiling.prep_blocks, interpret)
     o, final, boundary = walk(prepared, v, initial, kept, table, num_boundaries, tiling, interpret)
     return DeltaOut(o[:tokens], final, boundary)

@@ -27,17 +27,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK, Column
-from pallas_kernels.mgpu.common import LANE, rows, seen
+from pallas_kernels.mgpu.common import LANE
+from pallas_kernels.mgpu.kda_fetch import (
+    HALF,
+    Source,
+    describe,
+    fetch,
+    find_item,
+    place_strengths,
+    read_strengths,
+    strengths,
+)
 from pallas_kernels.mgpu.kda_gates import (
     ANCHOR,
     DIM,
     END,
-    PADDED,
     REACH,
     START,
     cumulate,
     find_factors,
 )
+from pallas_kernels.mgpu.kda_room import parts, scratch_types
 from pallas_kernels.mgpu.kda_solve import inverted
 from pallas_kernels.mgpu.kda_tile import (
     BLOCK,
@@ -50,15 +60,10 @@ from pallas_kernels.mgpu.kda_tile import (
     spread,
 )
 
-HALF = 64
 PARAMS = LANE.replace(
     approx_math=True,
     # Threads read what others wrote only past a commit or a barrier that the kernel names.
     unsafe_no_auto_barriers=True,
-)
-SWIZZLED = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
 Q_START, K_START, UPDATE = range(3)
 
@@ -79,22 +84,35 @@ def prepare(
     beta: jax.Array,
     token: Column,
     length: Column,
+    blocks: int,
     interpret: Any = None,
 ) -> Prepared:
     """q, k `[T, H, 128]` bfloat16, raw; g `[T, H, 128]`, beta `[T, H]`; token, length `[NC]`.
 
-    T is at least 64. A chunk's tokens are its first rows.
+    T is at least 64. A chunk's tokens are its first rows. `blocks` of threads share the work.
     """
     heads, chunks = q.shape[1], token.shape[0]
+    blocks = min(blocks, chunks * heads)
 
-    def kda_prep(q, k, g, beta, token, length, wide, attend, decay, **scratch):
-        item = lax.axis_index("item")
-        chunk, head = lax.div(item, heads), lax.rem(item, heads)
+    def kda_prep(*refs, **scratch):
+        inputs = len(Source._fields)
+        source, target = Source(*refs[:inputs]), Prepared(*refs[inputs:])
+        scratch |= parts(scratch)
 
-        @pl.when(length[chunk] > 0)
+        def visit(item) -> jax.Array:
+            return _visit(source, item, blocks, target, scratch)
+
+        first = find_item(source, lax.axis_index("block"), blocks)
+
+        @pl.when(first < source.items)
         def _():
-            target = Prepared(*(x.at[chunk, head] for x in (wide, attend, decay)))
-            _chunk((q, k, g, beta), head, token[chunk], length[chunk], target, scratch)
+            begun = describe(source, first)
+            fetch(source, begun, scratch)
+            begun_strengths = read_strengths(source, begun)
+            place_strengths(begun_strengths, scratch["strength"].at[0], source, begun)
+
+        lax.while_loop(lambda item: item < source.items, visit, first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return Prepared(
         *plgpu.kernel(
@@ -104,9 +122,9 @@ def prepare(
                 jax.ShapeDtypeStruct((chunks, heads, CHUNK, CHUNK), jnp.bfloat16),
                 jax.ShapeDtypeStruct((chunks, heads, DIM), jnp.float32),
             ),
-            scratch_types=_scratch(bool(interpret)),
-            grid=(chunks * heads,),
-            grid_names=("item",),
+            scratch_types=scratch_types(g.dtype, bool(interpret)),
+            grid=(blocks,),
+            grid_names=("block",),
             compiler_params=PARAMS,
             interpret=interpret,
             kernel_name="kda_prep",
@@ -114,81 +132,60 @@ def prepare(
     )
 
 
-def _scratch(interpreted: bool) -> dict[str, Any]:
-    matrix = plgpu.SMEM((CHUNK, DIM), jnp.bfloat16, transforms=SWIZZLED)
-    halves = rows((2, CHUNK, HALF), jnp.bfloat16, interpreted)
-    scratch = {
-        "q_rows": halves,
-        "k_rows": halves,
-        "gates": plgpu.SMEM((CHUNK, PADDED), jnp.float32),
-        "factors": plgpu.SMEM((REACH + BLOCKS - 1, BLOCKS, DIM), jnp.float32),
-        "strength": plgpu.SMEM((2 * CHUNK,), jnp.float32),
-        "k_end": matrix,
-        "sent": plgpu.SMEM((2, CHUNK, HALF), jnp.bfloat16, transforms=SWIZZLED),
-        "arrived": plgpu.Barrier(num_arrivals=4),
-    }
-    if interpreted:
-        # It cannot reshape references.
-        small = plgpu.SMEM((CHUNK, BLOCK), jnp.float32)
-        scratch |= {"spare": matrix, "near": small, "inverse": small}
-    return scratch
-
-
-def _chunk(source, head, token, length, target, scratch) -> None:
-    q, k, g, beta = source
-    for x, name in ((q, "q_rows"), (k, "k_rows")):
-        copied, _ = seen(scratch[name], "spare" in scratch)
-        for half in range(2):
-            source = x.at[pl.ds(token, CHUNK), head, _half(half)]
-            plgpu.copy_gmem_to_smem(source, copied.at[half], scratch["arrived"])
-    matrices = [_tiles(scratch, name) for name in ("q_rows", "k_rows")]
-    _place_strengths(beta, head, token, scratch["strength"])
-    for whole in (True, False):
-
-        @pl.when((length == CHUNK) == whole)
-        def _(whole=whole):
-            cumulate(g, head, token, CHUNK if whole else length, scratch["gates"])
-
-    find_factors(scratch["gates"], scratch["factors"], target.decay)
+def _visit(source: Source, number, blocks: int, targets: Any, scratch) -> jax.Array:
+    """Make an item ready and fetch the next one, whose number it returns."""
+    item, spare = describe(source, number), scratch.get("spare")
+    places: Any = (x.at[item.chunk, item.head] for x in targets)
+    target = Prepared(*places)
+    # Zero, which the compiler does not know: addresses that are the same in every turn would stay
+    # in registers, of which there are none to spare.
+    zero = jnp.minimum(item.length, 0)
+    varying = "q_rows", "k_rows", "k_end", "sent", "square", "strength"
+    turn = scratch | {name: scratch[name].at[zero] for name in varying}
+    plgpu.barrier_wait(turn["arrived"])
+    cumulate(turn["steps"], item.length, turn["gates"])
+    find_factors(turn["gates"], turn["factors"], target.decay)
+    _cut(item.length, turn)
     plgpu.commit_smem()
-    plgpu.barrier_wait(scratch["arrived"])
+    erased, attended = _pairs(turn, target.wide, spare)
+    strength = strengths(turn["strength"], item, 1)
+    erase, near, attend = _masked(erased, attended, spread(strength, 0, BLOCK), zero)
+    # Behind this wait nobody multiplies by rows of q or k.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    following = find_item(source, number + blocks, blocks)
+    ahead = describe(source, following)
+
+    @pl.when(following < source.items)
+    def _():
+        fetch(source, ahead, scratch)
+
+    ahead_strengths = read_strengths(source, ahead)
+    turn["sent"].at[0][...] = attend
+    squares = turn["sent"].at[1], turn["square"]
+    solve = inverted(erase, near, (turn["near"], turn["inverse"]), squares, spare)
+    strength = strengths(turn["strength"], item, 0)
+    _solved(turn, (solve * spread(strength, 1)).astype(jnp.bfloat16), target, spare)
+    place_strengths(ahead_strengths, turn["strength"], source, ahead)
+    return following
+
+
+def _cut(length, scratch) -> None:
+    """Zeros for the rows of q and k behind the chunk's."""
 
     @pl.when(length < CHUNK)
     def _():
-        for x in (tiles.at[half] for tiles in matrices for half in range(2)):
-            x[...] = jnp.where(index(0) < length, load(x, WGMMA), 0)
-        plgpu.commit_smem()
-
-    spare = scratch.get("spare")
-    erased, attended = _pairs(scratch, target.wide, spare)
-    strength = _strength(scratch["strength"], token, length, beta.shape[0], 1)
-    erase, near, attend = _masked(erased, attended, spread(strength, 0, BLOCK))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    scratch["sent"].at[0][...] = attend
-    squares = matrices[0].at[0], matrices[0].at[1], matrices[1].at[0]
-    solve = inverted(erase, near, _smalls(scratch), squares, spare)
-    strength = _strength(scratch["strength"], token, length, beta.shape[0], 0)
-    _solved(scratch, (solve * spread(strength, 1)).astype(jnp.bfloat16), target, spare)
-
-
-def _tiles(scratch, name: str) -> Any:
-    """Both halves of the columns of a matrix, `[2, 64, 64]`, as products and loads see them."""
-    return seen(scratch[name], "spare" in scratch)[1]
-
-
-def _smalls(scratch) -> tuple[Any, Any]:
-    """Two `[64, 16]` float32, in the place of factors that have served."""
-    if "near" in scratch:
-        return scratch["near"], scratch["inverse"]
-    first, second = (scratch["factors"].at[pl.ds(i, 2)] for i in (0, 2))
-    return first.reshape(CHUNK, BLOCK), second.reshape(CHUNK, BLOCK)
+        for name in ("q_rows", "k_rows"):
+            for half in range(2):
+                x = scratch[name].at[half]
+                x[...] = jnp.where(index(0) < length, load(x, WGMMA), 0)
 
 
 def _solved(scratch, solve, target, spare) -> None:
     """Send attend^T and update, from solve^T and what it multiplies."""
+    update, sent = scratch["k_end"], scratch["sent"]
 
     def products(*accumulators):
-        right = (*(scratch["k_end"].at[:, _half(half)] for half in (0, 1)), scratch["sent"].at[0])
+        right = (*(update.at[:, _half(half)] for half in (0, 1)), sent.at[0])
         for acc, b in zip(accumulators, right, strict=True):
             plgpu.wgmma(acc, operand(solve, spare), b)
         return [acc[...] for acc in accumulators]
@@ -197,35 +194,17 @@ def _solved(scratch, solve, target, spare) -> None:
     results = lax.optimization_barrier(pl.run_scoped(products, *[accumulator] * 3))
     # Nobody multiplies by what lay in these places any more.
     plgpu.commit_smem()
-    update, attend = _tiles(scratch, "q_rows"), scratch["sent"].at[1]
-    places = update.at[0], update.at[1], attend
+    places = *(update.at[:, _half(half)] for half in (0, 1)), sent.at[1]
     for place, x in zip(places, results, strict=True):
         place[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    for half in range(2):
-        plgpu.copy_smem_to_gmem(update.at[half], target.wide.at[UPDATE, :, _half(half)])
-    plgpu.copy_smem_to_gmem(attend, target.attend)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _place_strengths(beta, head, token, strength) -> None:
-    """The betas of 64 tokens, which are earlier ones where the chunk would reach past the last."""
-    first = jnp.minimum(token, beta.shape[0] - CHUNK)
-    loaded = load(beta.at[pl.ds(first, CHUNK), head], WGMMA.reduce(1))
-    strength.at[pl.ds(0, CHUNK)][...] = loaded.astype(jnp.float32)
-
-
-def _strength(strength, token, length, tokens: int, axis: int) -> jax.Array:
-    """The betas of the chunk, zeros past its length, laid out for a product without `axis`."""
-    first = token - jnp.minimum(token, tokens - CHUNK)
-    layout = WGMMA.reduce(axis)
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout)
-    return jnp.where(row < length, load(strength.at[pl.ds(first, CHUNK)], layout), 0.0)
+    plgpu.copy_smem_to_gmem(update, target.wide.at[UPDATE])
+    plgpu.copy_smem_to_gmem(sent.at[1], target.attend)
 
 
 def _pairs(scratch, wide, spare) -> tuple[list[jax.Array], list[jax.Array]]:
     """A^T and P^T, `[64, 16]` float32 for each block of columns; valid where j <= i."""
-    scales = [_inverse_norm(_tiles(scratch, name)) for name in ("q_rows", "k_rows")]
+    scales = [_inverse_norm(scratch[name]) for name in ("q_rows", "k_rows")]
     scales[0] = scales[0] * DIM**-0.5
     factors = scratch["factors"]
 
@@ -242,9 +221,10 @@ def _pairs(scratch, wide, spare) -> tuple[list[jax.Array], list[jax.Array]]:
                 for name, acc in zip(
                     ("k_rows", "q_rows"), accumulators[2 * block : 2 * block + 2], strict=True
                 ):
-                    plgpu.wgmma(acc, x, _tiles(scratch, name).at[half, own].T)
-                # The operand of the block before last gives its registers back.
-                plgpu.wgmma_wait(2)
+                    plgpu.wgmma(acc, x, scratch[name].at[half, own].T)
+                # The operand of the block before last gives its registers back, and the last one
+                # of a half before those of `_decayed` are many.
+                plgpu.wgmma_wait(2 if block < BLOCKS - 1 else 0)
         return [acc[...] for acc in accumulators]
 
     accumulator = plgpu.WGMMAAccumulatorRef((CHUNK, BLOCK), jnp.float32)
@@ -255,7 +235,7 @@ def _pairs(scratch, wide, spare) -> tuple[list[jax.Array], list[jax.Array]]:
 def _decayed(scratch, scales, half: int, wide, spare) -> jax.Array:
     """Send q_start and k_start, leave what products need; keys decayed to their own anchor."""
     columns, sent = _half(half), scratch["sent"]
-    q_rows, k_rows = (_tiles(scratch, name).at[half] for name in ("q_rows", "k_rows"))
+    q_rows, k_rows = (scratch[name].at[half] for name in ("q_rows", "k_rows"))
     anchor, start, end = (
         own_rows(scratch["factors"].at[name, :, columns], spare) for name in (ANCHOR, START, END)
     )
@@ -269,8 +249,7 @@ def _decayed(scratch, scales, half: int, wide, spare) -> jax.Array:
     q, k = q * growth, k * growth
     q_rows[...] = q.astype(jnp.bfloat16)
     k_rows[...] = k.astype(jnp.bfloat16)
-    if half:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for name, x in ((Q_START, q * start), (K_START, k * -start)):
         sent.at[name][...] = x.astype(jnp.bfloat16)
     scratch["k_end"].at[:, columns][...] = (reached * end).astype(jnp.bfloat16)
@@ -280,17 +259,18 @@ def _decayed(scratch, scales, half: int, wide, spare) -> jax.Array:
     return reached
 
 
-def _masked(erased, attended, strength) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _masked(erased, attended, strength, zero) -> tuple[jax.Array, jax.Array, jax.Array]:
     """beta_j A_ij [j, i] where j lies in an earlier block than i (bfloat16), and where in the same
     one ([64, 16] float32: row j, column i of its block); P^T (bfloat16)."""
-    row = index(0, BLOCK)
-    near, earlier = erased[0], []
-    for block, x in enumerate(erased):
-        near = jnp.where(row >= block * BLOCK, x, near)
-        earlier.append(jnp.where(row < block * BLOCK, x * strength, 0.0))
-    erase = jnp.concatenate(earlier, axis=1).astype(jnp.bfloat16)
-    attend = jnp.where(index(0) <= index(1), jnp.concatenate(attended, axis=1), 0.0)
-    return erase, near * strength, attend.astype(jnp.bfloat16)
+    row, column = index(0, BLOCK) + zero, index(1, BLOCK)
+    near, earlier, kept = erased[0], [], []
+    for block, (x, y) in enumerate(zip(erased, attended, strict=True)):
+        first = block * BLOCK
+        near = jnp.where(row >= first, x, near)
+        earlier.append(jnp.where(row < first, x * strength, 0.0))
+        kept.append(jnp.where(row - first <= column, y, 0.0))
+    erase, attend = (jnp.concatenate(x, axis=1).astype(jnp.bfloat16) for x in (earlier, kept))
+    return erase, near * strength, attend
 
 
 def _inverse_norm(tiles) -> jax.Array:

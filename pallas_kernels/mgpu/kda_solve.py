@@ -29,14 +29,15 @@ def inverted(
     erase: jax.Array,
     near: jax.Array,
     small: tuple[Any, Any],
-    squares: tuple[Any, Any, Any],
+    squares: tuple[Any, Any],
     spare: Any,
 ) -> jax.Array:
     """(I + L)^-1 transposed, float32 `[64, 64]`.
 
     `erase` bfloat16 `[64, 64]` is L^T outside the diagonal blocks, `near` float32 `[64, 16]` inside
-    (row j, column i of its block). `small` are two float32 `[64, 16]` and `squares` three bfloat16
-    `[64, 64]` of shared memory that nobody uses; `spare` as `operand` takes it.
+    (row j, column i of its block). `small` are two float32 `[64, 16]` and `squares` two bfloat16
+    `[64, 64]` of shared memory, the second maybe in the place of `small`, that nobody
+    uses; `spare` as `operand` takes it.
     """
     interpreted = spare is not None
     small[0][...] = near
@@ -58,15 +59,17 @@ def inverted(
     rest = product(erase, squares[0], spare).astype(jnp.bfloat16)
     squares[1][...] = rest
     plgpu.commit_smem()
-    squares[2][...] = product(rest, squares[1], spare).astype(jnp.bfloat16)
+    squares[0][...] = product(rest, squares[1], spare).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    x = diagonal + product(rounded, squares[2], spare)
+    x = diagonal + product(rounded, squares[0], spare)
     return x - product(x.astype(jnp.bfloat16), squares[1], spare)
 
 
 def _substitute(erase, inverse, interpreted: bool) -> None:
     """inverse[16 b + c, i] = ((I + L_b)^-1)[i, c] where erase[16 b + s, i] = L_b[i, s], s < i."""
     column = plgpu.broadcasted_iota(jnp.int32, (BLOCKS, BLOCK), 1, layout=_BY_BLOCK)
+    # Else the rows of the identity are kept in registers from one solve to the next.
+    column = lax.optimization_barrier(column)
     solved = []
     for i in range(BLOCK):
         x = jnp.where(column == i, 1.0, 0.0)

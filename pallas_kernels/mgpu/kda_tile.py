@@ -16,6 +16,10 @@ from pallas_kernels.chunks import CHUNK
 BLOCK, BLOCKS = 16, 4
 WGMMA = plgpu.Layout.WGMMA
 """A block of 16 rows a warp."""
+SWIZZLED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 
 
 def operand(x: jax.Array, spare: Any) -> Any:

@@ -25,22 +25,24 @@ from pallas_kernels.mgpu.kda_prep import (
     K_START,
     PARAMS,
     Q_START,
-    SWIZZLED,
     UPDATE,
     Prepared,
 )
 from pallas_kernels.mgpu.kda_state import COLUMNS, COPIES, Work, visit_chunks
+from pallas_kernels.mgpu.kda_tile import SWIZZLED
 
 LOADER, STATER, OUTPUTTER = range(3)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Slots of what a step of the state reads first and last, and of what the outputs read."""
+    """Slots of what a step of the state reads first and last, and of what the outputs read; blocks
+    of threads for `kda_prep`, of which two fit into each of 132 multiprocessors."""
 
     start_slots: int = 3
     end_slots: int = 2
     query_slots: int = 2
+    prep_blocks: int = 264
 
     @property
     def shared_bytes(self) -> int:

@@ -16,7 +16,7 @@ from pallas_kernels.mgpu.kda_walk import Tiling, runs
 from tests.kernels import cases, kda_cases
 from tests.kernels.cases import Segment
 
-TIGHT, ROOMY = Tiling(1, 1, 1), Tiling(3, 2, 1)
+TIGHT, ROOMY = Tiling(1, 1, 1, prep_blocks=2), Tiling(3, 2, 1)
 BUCKET = {"tokens": 160, "chunks": 9, "boundaries": 4}
 # What lies on the other side of a diagonal overflows, and is selected away.
 pytestmark = [
