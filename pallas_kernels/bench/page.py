@@ -35,7 +35,7 @@ def page(lines: Sequence[Line], source: str) -> str:
         "longer. *speed*: the best peer's time over ours. *error*: ours against the reference, "
         "relative root mean square. *temporaries*: what ours needs beside arguments and results.",
     ]
-    for op in dict.fromkeys(line["op"] for line in timed):
+    for op in dict.fromkeys(line["op"] for line in timed if line["impl"] == "ours"):
         parts += [f"## {op}", _table([line for line in timed if line["op"] == op])]
     return "\n\n".join(parts) + "\n"
 

@@ -83,8 +83,8 @@ def read_strengths(source: Source, item: Item) -> jax.Array:
 
 
 def place_strengths(loaded: jax.Array, strength, source: Source, item: Item) -> None:
-    """Put the betas where the chunk's first one comes to lie at 64: the place of a store, an element
-    a thread, may be anywhere, that of a load of neighbours may not."""
+    """Put the betas so that the chunk's first one lies at 64: a store, an element a thread, may go
+    anywhere, but a load of neighbours may not start anywhere."""
     first = jnp.minimum(item.token, source.beta.shape[0] - CHUNK)
     place = strength.at[pl.ds(CHUNK + first - item.token, CHUNK)]
     place[...] = loaded.astype(jnp.float32)
