@@ -106,14 +106,24 @@ def random_model(
 
 
 def shard_model(model: Model, mesh: Mesh, order: HeadOrder | None = None) -> Model:
-    """A model of one device, cut over the ranks of a mesh; see `load_model`."""
+    """A model of one device, cut over the ranks of a mesh; see `load_model`.
+
+    Raises ValueError for a model that is cut or ordered already, and what `load_model` raises.
+    """
+    if model.mesh is not None or model.order is not None:
+        raise ValueError("the model is cut over ranks or its heads are ordered already")
     mesh = tensor_mesh(mesh)
     params = shard_params(model.params, model.config, mesh, order and order.bundles)
     return replace(model, params=params, mesh=mesh, order=order)
 
 
 def order_heads(model: Model, order: HeadOrder) -> Model:
-    """A model in the released order with its heads in another, on the ranks it lies on."""
+    """A model in the released order with its heads in another, on the ranks it lies on.
+
+    Raises ValueError for a model whose heads are ordered already, or an order of other layers.
+    """
+    if model.order is not None:
+        raise ValueError("the model's heads are ordered already")
     params = permute(model.params, model.config, order.bundles, rank_count(model.mesh))
     return replace(model, params=params, order=order)
 

@@ -70,13 +70,16 @@ def traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(args)
         arrays = {id(x): x for x in leaves if isinstance(x, jax.Array | np.ndarray)}
         rows = {key: row for row, key in enumerate(arrays)}
-        places = tuple(rows[id(x)] if id(x) in rows else _Static(x) for x in leaves)
+        places = tuple(rows[id(x)] if id(x) in rows else _Static(type(x), x) for x in leaves)
         return _compiled(run, tree, places)(*arrays.values())
 
     return call
 
 
 class _Static(NamedTuple):
+    """What is no array; its type keeps 1, 1.0 and True apart, which are equal."""
+
+    kind: type
     value: Hashable
 
 

@@ -1,130 +1,28 @@
-"""The ops that have several implementations: for each, one typed signature and one list of them."""
-
-import importlib
+"""The ops that have several implementations: a typed signature for each; see `implementations`."""
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from pallas_kernels import (
-    chunked,
-    composed,
-    conv,
-    experts,
-    packing,
-    paged_attention,
     parallel,
-    reference,
 )
-from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.chunks import CHUNK, ChunkTable
-from pallas_kernels.dispatch import Implementation, Op, anything, traced_once
+from pallas_kernels.implementations import (
+    DELTA_DECODE,
+    DELTA_PREFILL,
+    DELTA_STEP,
+    EXPERT_MLP,
+    GROUPED_MATMUL,
+    GROUPED_SWIGLU,
+    PAGED_ATTENTION_DECODE,
+    PAGED_ATTENTION_PREFILL,
+    RAGGED_PACK,
+    RAGGED_UNPACK,
+    SHORT_CONV,
+)
 from pallas_kernels.paged_attention import PagedRows
 from pallas_kernels.walk import DeltaOut
-
-
-def _mosaic(module: str, refuses: str, run: str) -> Implementation:
-    """A kernel of `pallas_kernels.mgpu`, which is imported only where a GPU could run it."""
-
-    def named(name: str):
-        return getattr(importlib.import_module(f"pallas_kernels.mgpu.{module}"), name)
-
-    def refused(*args: object) -> str | None:
-        if jax.default_backend() != "gpu":
-            return f"needs an NVIDIA Hopper GPU; JAX runs on {jax.default_backend()}"
-        return named(refuses)(*args)
-
-    return Implementation("mosaic", refused, traced_once(lambda *args: named(run)(*args)))
-
-
-_DELTA_PREFILL = Op(
-    "delta_prefill",
-    (
-        _mosaic("kda_prefill", "refuses", "prefill"),
-        _mosaic("gdn_prefill", "refuses", "prefill"),
-        Implementation("xla", anything, chunked.prefill),
-        Implementation("reference", anything, reference.prefill),
-    ),
-)
-_DELTA_DECODE = Op(
-    "delta_decode",
-    (
-        _mosaic("delta_decode", "refuses_decode", "decode"),
-        Implementation("xla", anything, chunked.decode),
-        Implementation("reference", anything, reference.decode),
-    ),
-)
-_DELTA_STEP = Op(
-    "delta_step",
-    (
-        _mosaic("delta_decode", "refuses_step", "step"),
-        Implementation("xla", anything, composed.xla),
-        Implementation("reference", anything, composed.serial),
-    ),
-)
-_SHORT_CONV = Op(
-    "short_conv",
-    (
-        Implementation("xla", anything, conv.short_conv),
-        Implementation("reference", anything, reference.short_conv),
-    ),
-)
-_GROUPED_MATMUL = Op(
-    "grouped_matmul",
-    (
-        _mosaic("grouped_matmul", "refuses", "grouped_matmul"),
-        Implementation("xla", anything, grouped.grouped_matmul),
-        Implementation("reference", anything, reference.grouped_matmul),
-    ),
-)
-_GROUPED_SWIGLU = Op(
-    "grouped_swiglu",
-    (
-        _mosaic("grouped_matmul", "refuses_swiglu", "grouped_swiglu"),
-        Implementation("xla", anything, grouped.grouped_swiglu),
-        Implementation("reference", anything, grouped.serial_swiglu),
-    ),
-)
-_EXPERT_MLP = Op(
-    "expert_mlp",
-    (
-        _mosaic("experts", "refuses", "run"),
-        Implementation("xla", anything, experts.composed),
-        Implementation("reference", anything, experts.serial),
-    ),
-)
-_RAGGED_PACK = Op(
-    "ragged_pack",
-    (
-        _mosaic("ragged_pack", "refuses_pack", "pack"),
-        Implementation("xla", anything, packing.pack),
-        Implementation("reference", anything, packing.pack_serial),
-    ),
-)
-_RAGGED_UNPACK = Op(
-    "ragged_unpack",
-    (
-        _mosaic("ragged_pack", "refuses_unpack", "unpack"),
-        Implementation("xla", anything, packing.unpack),
-        Implementation("reference", anything, packing.unpack_serial),
-    ),
-)
-_PAGED_ATTENTION_PREFILL = Op(
-    "paged_attention_prefill",
-    (
-        _mosaic("attention_prefill", "refuses", "prefill"),
-        Implementation("xla", anything, paged_attention.prefill),
-        Implementation("reference", anything, paged_attention.prefill_at_once),
-    ),
-)
-_PAGED_ATTENTION_DECODE = Op(
-    "paged_attention_decode",
-    (
-        _mosaic("attention_decode", "refuses", "decode"),
-        Implementation("xla", anything, paged_attention.decode),
-        Implementation("reference", anything, paged_attention.decode_at_once),
-    ),
-)
 
 
 def delta_prefill(
@@ -158,7 +56,7 @@ def delta_prefill(
         RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
     """
     _check_heads(q, v, g)
-    return _DELTA_PREFILL(impl, q, k, v, g, beta, initial, table, keep, num_boundaries)
+    return DELTA_PREFILL(impl, q, k, v, g, beta, initial, table, keep, num_boundaries)
 
 
 def delta_train(
@@ -201,7 +99,7 @@ def delta_decode(
     as it was. Donate the pool, and it is updated in place.
     """
     _check_heads(q, v, g)
-    return _DELTA_DECODE(impl, q, k, v, g, beta, pool, slots, layer)
+    return DELTA_DECODE(impl, q, k, v, g, beta, pool, slots, layer)
 
 
 def delta_step(
@@ -237,7 +135,7 @@ def delta_step(
             f"{qkv.shape[1]} channels are no q | k | v of {heads} value heads of {value_dim} and "
             f"key heads of {key_dim} among which they divide"
         )
-    return _DELTA_STEP(impl, qkv, raw, beta, A_log, dt_bias, gate, weight, pool, slots, layer, eps)
+    return DELTA_STEP(impl, qkv, raw, beta, A_log, dt_bias, gate, weight, pool, slots, layer, eps)
 
 
 def short_conv(
@@ -252,7 +150,7 @@ def short_conv(
 
     Computed in float32, returned in u's dtype; zeros in padding tokens.
     """
-    return _SHORT_CONV(impl, u, weight, window, cu_seqlens)
+    return SHORT_CONV(impl, u, weight, window, cu_seqlens)
 
 
 def grouped_matmul(
@@ -266,7 +164,7 @@ def grouped_matmul(
 
     Accumulated in float32, returned in x's dtype.
     """
-    return _GROUPED_MATMUL(impl, x, w, group_sizes)
+    return GROUPED_MATMUL(impl, x, w, group_sizes)
 
 
 def grouped_swiglu(
@@ -285,7 +183,7 @@ def grouped_swiglu(
     """
     if w.shape[2] % 2:
         raise ValueError(f"{w.shape[2]} columns are no two halves")
-    return _GROUPED_SWIGLU(impl, x, w, group_sizes)
+    return GROUPED_SWIGLU(impl, x, w, group_sizes)
 
 
 def expert_mlp(
@@ -305,7 +203,7 @@ def expert_mlp(
     """
     if gate_up.shape[2] != 2 * down.shape[1]:
         raise ValueError(f"{gate_up.shape[2]} columns are no two halves of {down.shape[1]}")
-    return _EXPERT_MLP(impl, h, gate_up, down, chosen)
+    return EXPERT_MLP(impl, h, gate_up, down, chosen)
 
 
 def ragged_pack(
@@ -333,7 +231,7 @@ def ragged_pack(
     _check_packing(rows, scales, temporal)
     if index.shape[0] != rows.shape[1]:
         raise ValueError(f"{index.shape[0]} units for checkpoints of {rows.shape[1]}")
-    return _RAGGED_PACK(impl, rows, scales, temporal, index, slots, sources)
+    return RAGGED_PACK(impl, rows, scales, temporal, index, slots, sources)
 
 
 def ragged_unpack(
@@ -362,7 +260,7 @@ def ragged_unpack(
     units = layers * heads * (key if rows.ndim == 3 else 1)
     if inverse.shape[0] != units:
         raise ValueError(f"a table of {inverse.shape[0]} units for states of {units}")
-    return _RAGGED_UNPACK(impl, temporal, rows, scales, inverse, slots, targets)
+    return RAGGED_UNPACK(impl, temporal, rows, scales, inverse, slots, targets)
 
 
 def paged_attention_prefill(
@@ -385,7 +283,7 @@ def paged_attention_prefill(
         ValueError: unknown `impl`.
         RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
     """
-    return _PAGED_ATTENTION_PREFILL(impl, q, cache, page_table, positions, table, scale)
+    return PAGED_ATTENTION_PREFILL(impl, q, cache, page_table, positions, table, scale)
 
 
 def paged_attention_decode(
@@ -409,7 +307,7 @@ def paged_attention_decode(
         ValueError: unknown `impl`.
         RuntimeError, NotImplementedError: `impl` cannot run here (see `dispatch`).
     """
-    return _PAGED_ATTENTION_DECODE(impl, q, cache, page_table, lengths, scale)
+    return PAGED_ATTENTION_DECODE(impl, q, cache, page_table, lengths, scale)
 
 
 def _check_packing(rows: jax.Array, scales: jax.Array | None, temporal: jax.Array) -> None:

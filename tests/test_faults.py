@@ -209,10 +209,10 @@ def test_host_arrays_may_change_as_soon_as_a_step_is_dispatched(name, monkeypatc
         copy[...] = array
         return copy
 
-    def watched(tree):
+    def watched(tree, whole):
         tree = jax.tree.map(aligned, tree)
         handed_over.extend(jax.tree.leaves(tree))
-        return real(tree)
+        return real(tree, whole)
 
     def spoiling(step):
         def dispatch_and_spoil(*args):

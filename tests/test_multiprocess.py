@@ -204,6 +204,9 @@ def test_more_ranks_than_devices_are_refused_with_the_numbers(capsys):
     assert rank_mesh(1) is None
     with pytest.raises(ConfigError, match="tp=999 takes 999 devices a process; process 0 has"):
         rank_mesh(999)
+    for tp in (0, -1):
+        with pytest.raises(ConfigError, match=f"tp={tp} must be at least 1"):
+            rank_mesh(tp)
     assert main(["serve", "--tp", "999"]) == 1
     assert "tp=999 takes 999 devices" in capsys.readouterr().err
 

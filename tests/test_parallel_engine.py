@@ -216,6 +216,22 @@ def test_an_order_of_heads_is_refused_where_placement_knows_of_none(family):
             Engine(ordered, config_of(placement))
 
 
+@pytest.mark.parametrize("family", WIDE)
+def test_an_order_of_heads_for_other_ranks_is_refused(family):
+    whole = uneven_model(family)
+    order = head_order(make_plan(retention_horizons(whole), W_MAX), whole.config, 4)
+    with pytest.raises(ConfigError, match="in an order for tp=4, but it lies on one device"):
+        Engine(order_heads(whole, order), config_of())
+    ordered = shard_model(whole, make_mesh(2), order)
+    with pytest.raises(ConfigError, match="in an order for tp=4, but it lies on 2 ranks"):
+        Engine(ordered, config_of())
+    with pytest.raises(ValueError, match="heads are ordered already"):
+        order_heads(ordered, order)
+    for moved in (ordered, shard_model(whole, make_mesh(2)), order_heads(whole, order)):
+        with pytest.raises(ValueError, match="cut over ranks or its heads are ordered already"):
+            shard_model(moved, make_mesh(4))
+
+
 def test_an_engine_whose_heads_are_ordered_adopts_no_other_placement():
     engine = over("kimi_linear", 8, True)
     before = engine.config

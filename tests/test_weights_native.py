@@ -18,6 +18,9 @@ from dasc_jax.tokenizer import tokenizer_files, write_byte_tokenizer
 from dasc_jax.weights import WeightError, load_params, save_native
 from dasc_jax.weights.convert import main as convert
 from dasc_jax.weights.names import pieces
+from dasc_jax.weights.native import _groups
+from dasc_jax.weights.permute import Placement
+from dasc_jax.weights.specs import param_specs
 from tests.checkpoints import FAMILIES, ROOT, assert_same, load, rewritten, tensors_of
 
 
@@ -36,6 +39,24 @@ def test_a_native_directory_returns_every_bit(released, tmp_path):
     assert_same(load(native, "bfloat16"), load(released, "bfloat16"))
     with pytest.raises(FileExistsError):
         save_native(native, config, params)
+
+
+def test_rows_change_places_in_the_order_of_the_parameters(released, tmp_path, monkeypatch):
+    """Processes that load together place each parameter together."""
+    config, placed = ModelConfig.from_hf(released), []
+    save_native(tmp_path / "native", config, load(released))
+    place = Placement.place
+
+    def noted(self, path, value):
+        placed.append(path)
+        return place(self, path, value)
+
+    monkeypatch.setattr(Placement, "place", noted)
+    orders = [np.arange(config.delta.num_key_heads)[::-1]] * len(config.recurrent_layers)
+    loaded = load_params(tmp_path / "native", config, "float32", orders=orders)
+    groups = _groups(param_specs(config, "float32"))
+    assert len(placed) > 8 and set(placed) < loaded.keys()
+    assert placed == [name for group in groups for name in group if name in placed]
 
 
 def test_a_native_directory_of_another_config_is_refused(released, tmp_path):

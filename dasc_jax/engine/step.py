@@ -95,16 +95,24 @@ def model_steps(config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> Mo
 
 
 def check_order(model: Model, placement: Placement) -> None:
-    """Raise ConfigError for heads in an order that only `hybrid` knows of."""
-    if model.order is not None and placement != "hybrid":
+    """Raise ConfigError for heads in an order that is not of the model's ranks, or that only
+    `hybrid` knows of."""
+    if model.order is None:
+        return
+    if placement != "hybrid":
         raise ConfigError(f"placement={placement!r}, but the model's heads are in another order")
+    if model.mesh is None or rank_count(model.mesh) != model.order.tp:
+        where = "one device" if model.mesh is None else f"{rank_count(model.mesh)} ranks"
+        raise ConfigError(
+            f"the model's heads are in an order for tp={model.order.tp}, but it lies on {where}"
+        )
 
 
 def ordered(model: Model, plan: SelectionPlan, placement: Placement) -> Model:
     """The model with its heads in the order that its placement wants.
 
     Raises:
-        ConfigError: it was loaded in an order of heads that only `hybrid` knows of.
+        ConfigError: it was loaded in an order of heads that does not fit, see `check_order`.
     """
     check_order(model, placement)
     if model.mesh is None or model.order is not None or placement != "hybrid":

@@ -116,7 +116,9 @@ def rank_mesh(tp: int) -> Mesh | None:
         return None
     processes = range(jax.process_count())
     each, rest = divmod(tp, len(processes))
-    if tp < 1 or rest:
+    if tp < 1:
+        raise ConfigError(f"tp={tp} must be at least 1")
+    if rest:
         raise ConfigError(f"tp={tp} is no multiple of {len(processes)} processes")
     devices = [[d for d in jax.devices() if d.process_index == at] for at in processes]
     for at, own in enumerate(devices):

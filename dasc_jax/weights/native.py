@@ -101,7 +101,8 @@ def load_native(path: Path, config: ModelConfig, dtype: str, where: Placement) -
         }
         with context:
             loaded = jax.block_until_ready(ocp.load(tree, wanted))
-        for name in moved.intersection(group):
+        # In the same order in every process: a set of names has another in each.
+        for name in [name for name in group if name in moved]:
             loaded[name] = jax.block_until_ready(where.place(name, np.asarray(loaded[name])))
         params |= loaded
         del loaded

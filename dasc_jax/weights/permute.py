@@ -170,7 +170,12 @@ class Placement:
         """A released parameter on its devices: each receives its own part only."""
         index = self.index(path)
         moved = value if index is None else _taken(path, value, index)
-        return jax.device_put(moved, self.shardings(path))
+        sharding = self.shardings(path)
+        if sharding.is_fully_addressable:
+            return jax.device_put(moved, sharding)
+        # device_put would send all of it between processes, to ask whether they have the same.
+        moved = np.asarray(moved)
+        return jax.make_array_from_callback(moved.shape, sharding, lambda part: moved[part])
 
 
 def placement(config: ModelConfig, mesh: Mesh, orders: Orders | None = None) -> Placement:

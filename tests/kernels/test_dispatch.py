@@ -79,3 +79,9 @@ def test_calls_of_the_same_shapes_are_one_function_of_a_program():
     assert text.count("func.func private") == 3 and text.count("call @") == 5
     twice = 2 * (2 * (2 * x + 5) + 5) + 5
     np.testing.assert_array_equal(program(x, y), twice * twice + 5 + 2 * twice + 6)
+
+
+def test_equal_values_of_different_types_are_apart():
+    op = traced_once(lambda x, by: x * by)
+    x = jnp.arange(3)
+    assert [op(x, by).dtype for by in (1, 1.0, True)] == [x.dtype, jnp.float32, x.dtype]
