@@ -39,6 +39,9 @@ def settle(compilation_cache: str = "auto", mem_fraction: float | None = None) -
         if not 0.0 < mem_fraction <= 1.0:
             raise ValueError(f"mem-fraction is {mem_fraction}; it must lie in (0, 1]")
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(mem_fraction)
+    # XLA solves small triangular systems on a CPU with OpenBLAS, whose threads would take longer to
+    # wake than to solve them; it reads this once SciPy is loaded, at the first such system.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # transformers, of which only tokenizers are used, would advise to install PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if compilation_cache == "off":
