@@ -1,9 +1,15 @@
 """What Mosaic GPU kernels share: where they can run, and how their threads address memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.chunks import CHUNK
 
 # Under warpgroup semantics Mosaic infers the layout of every register array on its own; the
 # kernels here name theirs.
@@ -37,3 +43,35 @@ def rows(shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
 def seen(ref: Any, interpret: Any) -> tuple[Any, Any]:
     """(for copies, for everything else) of what `rows` made."""
     return (ref, ref) if interpret else tuple(ref)
+
+
+def store_rows(copied: Any, target: Any, start: Any, count: Any) -> None:
+    """target[start : start + count] = the first rows of copied `[n, 64, C]`, whose n parts lie side
+    by side in the columns of target, as copies of 2^i rows; count <= 64."""
+    parts, _, columns = copied.shape
+    size, row = CHUNK, 0
+    while size:
+
+        @pl.when((count & size) != 0)
+        def _(size=size, row=row):
+            for n in range(parts):
+                place = target.at[pl.ds(start + row, size), pl.ds(n * columns, columns)]
+                plgpu.copy_smem_to_gmem(copied.at[n, pl.ds(row, size)], place)
+
+        row = row + (count & size)
+        size //= 2
+
+
+def visit_chunks(first: Any, stop: Any, length: Any, visit: Callable[[Any, Any], None]) -> Any:
+    """`visit(chunk, done)` for the chunks with tokens, `done` of them before; how many in all."""
+
+    def step(chunk, done):
+        some = (length[chunk] > 0).astype(jnp.int32)
+
+        @pl.when(some > 0)
+        def _():
+            visit(chunk, done)
+
+        return done + some
+
+    return lax.fori_loop(first, stop, step, jnp.int32(0))

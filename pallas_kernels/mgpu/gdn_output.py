@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
-from pallas_kernels.mgpu.common import seen
+from pallas_kernels.mgpu.common import seen, store_rows
 from pallas_kernels.mgpu.gdn_tiles import BY_ROW, WGMMA, along, load, multiply
 from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
 
@@ -46,20 +45,7 @@ def _product(w: Work, stater: int, slot, buffer):
 
 
 def _store(w: Work, stater: int, copied, start, count) -> None:
-    """o[start : start + count] = the first rows of what lies in shared memory, as copies of 2^i
-    rows."""
-    o = w.arrays["o"].at[:, w.head, w.columns(stater)]
-    size, row = CHUNK, 0
-    while size:
-
-        @pl.when((count & size) != 0)
-        def _(size=size, row=row):
-            for n in range(COLUMNS // STORED):
-                target = o.at[pl.ds(start + row, size), pl.ds(n * STORED, STORED)]
-                plgpu.copy_smem_to_gmem(copied.at[n, pl.ds(row, size)], target)
-
-        row = row + (count & size)
-        size //= 2
+    store_rows(copied, w.arrays["o"].at[:, w.head, w.columns(stater)], start, count)
 
 
 def clear(w: Work) -> None:

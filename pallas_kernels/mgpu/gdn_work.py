@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
-from pallas_kernels.mgpu.common import rows
+from pallas_kernels.mgpu.common import rows, visit_chunks
 from pallas_kernels.mgpu.gdn_tiles import HALF, KEY, squares
 from pallas_kernels.mgpu.gdn_within import QUERY
 
@@ -79,18 +79,8 @@ def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
 
 
 def visit(w: Work, visit: Callable[[Any, Any], None]) -> Any:
-    """`visit(chunk, done)` for the chunks with tokens, `done` of them before; how many in all."""
-
-    def step(chunk, done):
-        some = (w.table.length[chunk] > 0).astype(jnp.int32)
-
-        @pl.when(some > 0)
-        def _():
-            visit(chunk, done)
-
-        return done + some
-
-    return lax.fori_loop(w.first, w.stop, step, jnp.int32(0))
+    """`common.visit_chunks` of a block's own."""
+    return visit_chunks(w.first, w.stop, w.table.length, visit)
 
 
 def drain(barrier: Any, arrived: Any, slots: int, first: Any = 0, begun: Any = None) -> None:

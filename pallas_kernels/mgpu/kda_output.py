@@ -6,8 +6,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
-from pallas_kernels.mgpu.common import seen
-from pallas_kernels.mgpu.kda_state import COLUMNS, Work, visit_chunks
+from pallas_kernels.mgpu.common import seen, store_rows, visit_chunks
+from pallas_kernels.mgpu.kda_state import COLUMNS, Work
 from pallas_kernels.mgpu.kda_tile import WGMMA
 
 STORED = 32
@@ -36,7 +36,7 @@ def emit(work: Work, table, o, scratch) -> None:
         _put(scratch, out)
         _store(scratch, o.at[:, work.head, work.columns], table.token[chunk], table.length[chunk])
 
-    visit_chunks(work, table, visit)
+    visit_chunks(work.first, work.stop, table.length, visit)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -67,17 +67,5 @@ def _put(scratch, out) -> None:
 
 
 def _store(scratch, target, first, count) -> None:
-    """target[first : first + count] = the first rows of what was put, as copies of 2^i rows."""
-    source, _ = seen(scratch["out"], "spare" in scratch)
-    size, start = CHUNK, 0
-    while size:
-
-        @pl.when((count & size) != 0)
-        def _(size=size, start=start):
-            for n in range(COLUMNS // STORED):
-                rows = source.at[n, pl.ds(start, size)]
-                columns = pl.ds(n * STORED, STORED)
-                plgpu.copy_smem_to_gmem(rows, target.at[pl.ds(first + start, size), columns])
-
-        start = start + (count & size)
-        size //= 2
+    copied, _ = seen(scratch["out"], "spare" in scratch)
+    store_rows(copied, target, first, count)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ZERO, ChunkTable
+from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ZERO
 from pallas_kernels.mgpu.common import seen
 from pallas_kernels.mgpu.kda_prep import DIM
 from pallas_kernels.mgpu.kda_tile import WGMMA, load, operand
@@ -40,21 +40,6 @@ class Work(NamedTuple):
     listed: Any
     used: Any
     boundaries: int
-
-
-def visit_chunks(work: Work, table: ChunkTable, visit: Callable[[Any, Any], None]) -> Any:
-    """`visit(chunk, done)` for the chunks with tokens, `done` of them before; how many in all."""
-
-    def step(chunk, done):
-        some = (table.length[chunk] > 0).astype(jnp.int32)
-
-        @pl.when(some > 0)
-        def _():
-            visit(chunk, done)
-
-        return done + some
-
-    return lax.fori_loop(work.first, work.stop, step, jnp.int32(0))
 
 
 def carry(work: Work, table, states, scratch) -> Any:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ChunkTable
 from pallas_kernels.mgpu import kda_output, kda_state
-from pallas_kernels.mgpu.common import rows, seen
+from pallas_kernels.mgpu.common import rows, seen, visit_chunks
 from pallas_kernels.mgpu.kda_output import STORED
 from pallas_kernels.mgpu.kda_prep import (
     DIM,
@@ -28,7 +28,7 @@ from pallas_kernels.mgpu.kda_prep import (
     UPDATE,
     Prepared,
 )
-from pallas_kernels.mgpu.kda_state import COLUMNS, COPIES, Work, visit_chunks
+from pallas_kernels.mgpu.kda_state import COLUMNS, COPIES, Work
 from pallas_kernels.mgpu.kda_tile import SWIZZLED
 
 LOADER, STATER, OUTPUTTER = range(3)
@@ -226,7 +226,7 @@ def _load_chunks(work: Work, table, prepared, v, scratch) -> Any:
         load("ends", at, {"update": wide.at[UPDATE]})
         load("queries", at, {"q_start": wide.at[Q_START], "attend": attend})
 
-    done = visit_chunks(work, table, visit)
+    done = visit_chunks(work.first, work.stop, table.length, visit)
     # The state reads values a chunk ahead, behind the last one too.
     start(0, done)
     return done
