@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
 from pallas_kernels.mgpu.common import seen, store_rows
-from pallas_kernels.mgpu.gdn_tiles import BY_ROW, WGMMA, along, load, multiply
+from pallas_kernels.mgpu.gdn_tiles import BY_ROW, KEY, WGMMA, along, load, multiply
 from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
 
 
@@ -48,6 +49,39 @@ def _store(w: Work, stater: int, copied, start, count) -> None:
     store_rows(copied, w.arrays["o"].at[:, w.head, w.columns(stater)], start, count)
 
 
+def fill(w: Work) -> None:
+    """States that no chunk writes: final ones stay the initial ones, boundaries are zeros."""
+    initial, final, boundary = (w.arrays[name] for name in ("initial", "final", "boundary"))
+    columns = pl.ds(w.column, w.tiling.staters * COLUMNS)
+    shape = KEY, w.tiling.staters * COLUMNS
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+    listed, used = w.listed, w.used
+    if listed is None:
+        listed = ((w.table.length[0] > 0) | (w.table.final[0] < 1)).astype(jnp.int32)
+
+    @pl.when(w.rank >= listed)
+    def _():
+        source, target = (x.at[w.rank, w.head, :, columns] for x in (initial, final))
+        target[...] = load(source, layout)
+
+    if not w.num_boundaries:
+        return
+    if used is None:
+
+        def count(chunk, used):
+            return used + (w.table.boundary[chunk] < w.num_boundaries).astype(jnp.int32)
+
+        used = lax.fori_loop(0, w.table.boundary.shape[0], count, jnp.int32(0))
+
+    def clear(row, _):
+        @pl.when(lax.rem(row, final.shape[0]) == w.rank)
+        def _():
+            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+            boundary.at[row, w.head, :, columns][...] = zeros
+
+    lax.fori_loop(used, w.num_boundaries, clear, None)
+
+
 def clear(w: Work) -> None:
     """Zeros in o where padding tokens are: 64 rows of every 64 * N for the block of a segment."""
     segments = w.arrays["initial"].shape[0]
@@ -63,10 +97,10 @@ def clear(w: Work) -> None:
     plgpu.commit_smem()
 
     def clear(i, _):
-        start = first + (w.segment + i * segments) * CHUNK
+        start = first + (w.rank + i * segments) * CHUNK
         for stater in range(w.tiling.staters):
             _store(w, stater, copied, start, jnp.minimum(tokens - start, CHUNK))
 
-    mine = lax.div(pieces - w.segment + (segments - 1), segments)
+    mine = lax.div(pieces - w.rank + (segments - 1), segments)
     lax.fori_loop(0, mine, clear, None)
     plgpu.wait_smem_to_gmem(0)

@@ -1,28 +1,30 @@
-"""Chunked prefill of the gated delta rule with one decay a head, on Hopper: what is made ready for
-`gdn_within`, which takes all chunks side by side, and `gdn_walk`, which takes them in order."""
+"""Chunked prefill of the gated delta rule with one decay a head, on Hopper: a launch whose makers
+(`gdn_within`) take all chunks side by side and whose walkers (`gdn_walk`) take them in order."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK, ChunkTable
+from pallas_kernels.mgpu import gdn_within
 from pallas_kernels.mgpu.common import no_hopper
-from pallas_kernels.mgpu.gdn_tiles import GROUP, KEY
-from pallas_kernels.mgpu.gdn_walk import walk
-from pallas_kernels.mgpu.gdn_within import within
-from pallas_kernels.mgpu.gdn_work import COLUMNS, Tiling
+from pallas_kernels.mgpu.gdn_tiles import GROUP, KEY, PARAMS
+from pallas_kernels.mgpu.gdn_walk import part, play
+from pallas_kernels.mgpu.gdn_within import WARPGROUPS, Within, make
+from pallas_kernels.mgpu.gdn_work import COLUMNS, Shared, Tiling, Work, shared_memory
+from pallas_kernels.mgpu.pipeline import Plan, Runs, multiprocessors, new_marks, role, runs
 from pallas_kernels.walk import DeltaOut
 
-SMS = 132
-"""Multiprocessors of an H100 or H200."""
-
-
 def default_tiling(segments: int, heads: int, width: int) -> Tiling:
-    """Blocks of 64 columns while all of them run at once, an SM each; beyond, staters in pairs,
-    for then what the blocks read is the bound."""
-    blocks = segments * heads * width // COLUMNS
-    return Tiling(2, 1, staters=2) if blocks > SMS and not width % (2 * COLUMNS) else Tiling()
+    """Walkers of 64 columns while they leave makers half of the multiprocessors; beyond, staters in
+    pairs, for then what the walkers read is the bound."""
+    walkers = segments * heads * width // COLUMNS
+    many = walkers > multiprocessors() // 2 and not width % (2 * COLUMNS)
+    return Tiling(2, 1, staters=2) if many else Tiling()
 
 
 def refuses(
@@ -87,8 +89,76 @@ def prefill(
     g, beta = (jnp.pad(x, ((0, missing), (0, 0))) for x in (g, beta))
     missing = CHUNK if interpret else missing
     q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-    local = within(q, k, g, beta, table, width, num_boundaries, interpret)
-    o, final, boundary = walk(
-        local, q, k, v, initial, kept, table, num_boundaries, tiling, interpret
+    o, final, boundary = _launch(
+        (q, k, g, beta), v, initial, kept, table, num_boundaries, tiling, interpret
     )
     return DeltaOut(o[:tokens], final, boundary[:num_boundaries])
+
+
+def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling, interpret: Any):
+    """o `[max(T, 64), H, V]`, final and boundary states."""
+    (tokens, heads, width), key_heads = v.shape, inputs[1].shape[1]
+    segments, chunks = initial.shape[0], table.token.shape[0]
+    plan = Plan(
+        makers=-(-chunks * key_heads // WARPGROUPS),
+        walkers=heads * width // (COLUMNS * tiling.staters),
+        runs=segments,
+        items=WARPGROUPS,
+        heads=key_heads,
+        sms=multiprocessors(),
+    )
+    found = () if segments == 1 else runs(table, segments, num_boundaries)
+    marks = jax.new_ref(new_marks(chunks, key_heads))
+    kept = () if keep is None else (keep,)
+    names = ("v", "initial", *(["keep"] if kept else []), "o", "final", "boundary")
+
+    def block(*refs):
+        inputs, refs = refs[:4], refs[4:]
+        table, refs = ChunkTable(*refs[:8]), refs[8:]
+        ordered, (marks, *rest) = Runs(*refs[:3]) if found else None, refs[len(found) :]
+        arrays, local = dict(zip(names, rest[:-3], strict=True)), Within(*rest[-3:])
+        shared = Shared(
+            table,
+            local,
+            marks,
+            arrays | dict(zip("qk", inputs, strict=False)),
+            num_boundaries,
+            tiling,
+            interpret,
+        )
+        mine = role(plan, ordered, chunks, lax.axis_index("block"))
+
+        @pl.when(mine.walks)
+        def _():
+            own = part(shared, ordered, mine)
+            pl.run_scoped(
+                lambda **scratch: play(Work(*own, shared, scratch)),
+                **shared_memory(tiling, interpret),
+                collective_axes="warpgroup",
+            )
+
+        @pl.when(~mine.walks)
+        def _():
+            pl.run_scoped(
+                lambda **scratch: make(mine.maker, inputs, table, local, marks, interpret, scratch),
+                **gdn_within.shared_memory(interpret),
+                collective_axes="warpgroup",
+            )
+
+    o, final, boundary, *_ = plgpu.kernel(
+        block,
+        out_type=(
+            jax.ShapeDtypeStruct((max(tokens, CHUNK), heads, width), jnp.float32),
+            jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+            jax.ShapeDtypeStruct((max(1, num_boundaries), *initial.shape[1:]), jnp.float32),
+            *gdn_within.shapes(chunks, heads),
+        ),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=2 + tiling.staters,
+        thread_name="warpgroup",
+        compiler_params=PARAMS,
+        interpret=interpret,
+        kernel_name="gdn_prefill",
+    )(*inputs, *table, *found, marks, v, initial, *kept)
+    return o, final, boundary

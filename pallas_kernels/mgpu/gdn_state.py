@@ -68,11 +68,6 @@ def carry(w: Work, stater: Any) -> Any:
 
     zero = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA)
 
-    # A segment that is not listed keeps its state.
-    @pl.when(w.first > w.stop)
-    def _():
-        store(final, w.segment, start(w.segment, jnp.int32(SLOT), [zero for _ in HALVES]))
-
     row = read(jnp.minimum(w.first, w.table.start.shape[0] - 1))
     carry = [zero for _ in HALVES], zero.astype(jnp.bfloat16), jnp.int32(0), row
     return lax.fori_loop(w.first, w.stop, chunk, carry)[2]

@@ -20,19 +20,19 @@ with K^, Q^ the normalised keys and queries, whose norms are in the factors. Of 
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK, ChunkTable
+from pallas_kernels.chunks import CHUNK
 from pallas_kernels.mgpu.common import seen
-from pallas_kernels.mgpu.gdn_output import clear, emit
+from pallas_kernels.mgpu.gdn_output import clear, emit, fill
 from pallas_kernels.mgpu.gdn_state import carry
-from pallas_kernels.mgpu.gdn_tiles import GROUP, HALF, PARAMS
-from pallas_kernels.mgpu.gdn_within import QUERY, Within
-from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, Tiling, Work, drain, shared_memory, visit
+from pallas_kernels.mgpu.gdn_tiles import GROUP, HALF
+from pallas_kernels.mgpu.gdn_within import QUERY
+from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, Shared, Work, drain, visit
+from pallas_kernels.mgpu.pipeline import Role, Runs, await_ready
 
 LOADER, OUTPUTTER, STATER = range(3)
 """Warpgroups; staters are the last."""
@@ -40,62 +40,20 @@ _REGISTERS = {1: (40, 160, 240), 2: (24, 104, 192)}
 """Of a thread of each, by the number of staters."""
 
 
-def walk(
-    local: Within,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    initial: jax.Array,
-    keep: jax.Array | None,
-    table: ChunkTable,
-    num_boundaries: int,
-    tiling: Tiling,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """o `[max(T, 64), H, V]`, final and boundary states, see `ops.delta_prefill`.
-
-    q, k, v raw, bfloat16; keep `[H, 128]` int32.
-    """
-    tokens, heads, width = v.shape
-    segments, blocks = initial.shape[0], width // (COLUMNS * tiling.staters)
-    boundary = jax.new_ref(local.boundary)
-    kept = () if keep is None else (keep,)
-    names = ("q", "k", "v", "initial", *(["keep"] if kept else []), "boundary", "o", "final")
-
-    def block(*refs, **scratch):
-        local = Within(*refs[:4], boundary=None)  # pyright: ignore[reportArgumentType]
-        table = ChunkTable(*refs[4:12])
-        arrays = dict(zip(names, refs[12:], strict=True))
-        shared = table, local, arrays, scratch, num_boundaries, tiling, interpret
-        _play(_part(lax.axis_index("item"), blocks, heads, shared))
-
-    o, final = plgpu.kernel(
-        block,
-        out_type=(
-            jax.ShapeDtypeStruct((max(tokens, CHUNK), heads, width), jnp.float32),
-            jax.ShapeDtypeStruct(initial.shape, jnp.float32),
-        ),
-        grid=(segments * heads * blocks,),
-        grid_names=("item",),
-        num_threads=2 + tiling.staters,
-        thread_name="warpgroup",
-        scratch_types=shared_memory(tiling, interpret),
-        compiler_params=PARAMS,
-        interpret=interpret,
-        kernel_name="gdn_walk",
-    )(*local[:4], *table, q, k, v, initial, *kept, boundary)
-    return o, final, jax.freeze(boundary)
+def part(shared: Shared, runs: Runs | None, role: Role) -> tuple[Any, ...]:
+    """The first fields of a walker's `Work`; the walkers of a head's columns lie side by side, for
+    they read the same."""
+    across = shared.arrays["v"].shape[2] // (COLUMNS * shared.tiling.staters)
+    head, column = lax.div(role.walker, across), lax.rem(role.walker, across)
+    place = role.run, head, column * COLUMNS * shared.tiling.staters
+    if runs is None:
+        return *place, 0, shared.table.token.shape[0], None, None
+    run = (runs.first[role.run], runs.stop[role.run])
+    return *place, *run, runs.written[0], runs.written[1]
 
 
-def _part(item, blocks: int, heads: int, shared: tuple[Any, ...]) -> Work:
-    """The work of a block; those of a head's columns run side by side, for they read the same."""
-    row, local = lax.div(item, blocks), shared[1]
-    segment, column = lax.div(row, heads), lax.rem(item, blocks) * COLUMNS * shared[5].staters
-    run = local.runs[segment, 0], local.runs[segment, 1]
-    return Work(segment, lax.rem(row, heads), column, *run, *shared)
-
-
-def _play(w: Work) -> None:
+def play(w: Work) -> None:
+    """What a walker does."""
     warpgroup = lax.axis_index("warpgroup")
     registers = _REGISTERS[w.tiling.staters]
 
@@ -115,6 +73,7 @@ def _play(w: Work) -> None:
     @pl.when(warpgroup == OUTPUTTER)
     def _():
         plgpu.set_max_registers(registers[OUTPUTTER], action="decrease")
+        fill(w)
         visit(w, partial(emit, w))
         clear(w)
 
@@ -156,8 +115,14 @@ def _load_chunks(w: Work) -> Any:
         plgpu.copy_gmem_to_smem(local[1].at[QUERY], s["query_vector"].at[slot], full)
 
     def step(chunk, carry):
-        done, before = carry
+        done, before, ready = carry
         some = (w.table.length[chunk] > 0).astype(jnp.int32)
+
+        def wait(_, ready):
+            return chunk + await_ready(w.shared.marks, key_head, chunk, w.interpret)
+
+        # A loop of one turn or none: a value of a branch.
+        ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
 
         @pl.when(some > 0)
         def _():
@@ -167,9 +132,10 @@ def _load_chunks(w: Work) -> Any:
             def _():
                 query_side(before, done - 1)
 
-        return done + some, jnp.where(some > 0, chunk, before)
+        return done + some, jnp.where(some > 0, chunk, before), ready
 
-    done, before = lax.fori_loop(w.first, w.stop, step, (jnp.int32(0), jnp.int32(0)))
+    zero = jnp.int32(0)
+    done, before, _ = lax.fori_loop(w.first, w.stop, step, (zero, zero, zero))
 
     @pl.when(done > 0)
     def _():

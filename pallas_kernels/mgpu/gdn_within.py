@@ -9,13 +9,9 @@ G the cumulative log decay inside the chunk and k^, q^ the normalised keys and q
 The products are taken of the raw rows, which are bfloat16 and therefore exact in the tensor cores;
 norms and decays multiply them in float32. Only T - I is rounded and kept: the ones on the diagonal
 are then exact, and with them most of what the walk makes of T.
-
-On the side the first warpgroups find where runs of chunks begin and end, and the others clear the
-boundary states, of which the walk fills those that are asked for.
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK, MERGE, ChunkTable
+from pallas_kernels.chunks import CHUNK
 from pallas_kernels.mgpu.common import rows, seen
 from pallas_kernels.mgpu.gdn_solve import BLOCK, cut, invert, solve_diagonal
 from pallas_kernels.mgpu.gdn_tiles import (
@@ -33,7 +29,6 @@ from pallas_kernels.mgpu.gdn_tiles import (
     GROUP,
     HALF,
     KEY,
-    PARAMS,
     SQUARE,
     along,
     index,
@@ -43,6 +38,7 @@ from pallas_kernels.mgpu.gdn_tiles import (
     rounded,
     squares,
 )
+from pallas_kernels.mgpu.pipeline import publish
 
 ERASE, STRENGTH, TO_END, OVER, QUERY = range(5)
 """Rows of the vectors of a chunk: what scales k^T S, v, k of the new state; the decay of the whole
@@ -57,95 +53,55 @@ LOG2E = math.log2(math.e)
 
 class Within(NamedTuple):
     """Of all chunks: solve (T - I) and attend (P) `[NC, H, 64, 64]` bfloat16, vectors
-    `[NC, H, 5, 64]` float32, all arbitrary in chunks of length 0. Of all segments: runs `[N, 2]`,
-    the chunks from the first on that a segment and those that merge with it own, (0, 0) where it
-    merges itself, (1, 0) where it is not listed. boundary `[max(1, NB), H, 128, V]`: zeros."""
+    `[NC, H, 5, 64]` float32, all arbitrary in chunks of length 0."""
 
-    solve: jax.Array
-    attend: jax.Array
-    vectors: jax.Array
-    runs: jax.Array
-    boundary: jax.Array
+    solve: Any
+    attend: Any
+    vectors: Any
 
 
-def within(
-    q: jax.Array,
-    k: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    table: ChunkTable,
-    width: int,
-    num_boundaries: int,
-    interpret: Any,
-) -> Within:
-    """Raw q, k `[T, Hk, 128]` bfloat16; g, beta `[T, H]`; T >= 64; V = width."""
-    chunks, (heads, key_heads) = table.token.shape[0], (g.shape[1], k.shape[1])
-    segments = table.cu_seqlens.shape[0] - 1
+def shapes(chunks: int, heads: int) -> Within:
     square = jax.ShapeDtypeStruct((chunks, heads, *SQUARE), jnp.bfloat16)
-    kernel = plgpu.kernel(
-        partial(_body, num_boundaries, interpret),
-        out_type=(
-            square,
-            square,
-            jax.ShapeDtypeStruct((chunks, heads, 5, CHUNK), jnp.float32),
-            jax.ShapeDtypeStruct((segments, 2), jnp.int32),
-            jax.ShapeDtypeStruct((max(1, num_boundaries), heads, KEY, width), jnp.float32),
-        ),
-        grid=(pl.cdiv(segments + chunks * key_heads, WARPGROUPS),),
-        grid_names=("block",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types={
-            "raw": rows((WARPGROUPS, 4, CHUNK, HALF), jnp.bfloat16, interpret),
-            "tiles": squares(WARPGROUPS, GROUP),
-            "diagonal": plgpu.SMEM((WARPGROUPS, GROUP * CHUNK, BLOCK), jnp.float32),
-            "gates": plgpu.SMEM((WARPGROUPS, GROUP, 2, 2 * CHUNK), jnp.float32),
-            "norms": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
-            "sums": plgpu.SMEM((WARPGROUPS, GROUP, CHUNK), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
-        },
-        compiler_params=PARAMS,
-        interpret=interpret,
-        kernel_name="gdn_within",
-    )
-    return Within(*kernel(q, k, g, beta, *table))
+    vectors = jax.ShapeDtypeStruct((chunks, heads, 5, CHUNK), jnp.float32)
+    return Within(square, square, vectors)
 
 
-def _body(num_boundaries, interpret, *refs, **scratch):
-    inputs, table, out = refs[:4], ChunkTable(*refs[4:12]), Within(*refs[12:])
-    segments, warpgroup = out.runs.shape[0], lax.axis_index("warpgroup")
-    unit = lax.axis_index("block") * WARPGROUPS + warpgroup
-    item, items = unit - segments, table.token.shape[0] * inputs[1].shape[1]
-    copied, tiles = (x.at[warpgroup] for x in seen(scratch.pop("raw"), interpret))
-    own = {name: x.at[warpgroup] for name, x in scratch.items()}
-    own |= {"copied": copied, "raw": tiles}
+def shared_memory(interpret: Any) -> dict[str, Any]:
+    return {
+        "raw": rows((WARPGROUPS, 4, CHUNK, HALF), jnp.bfloat16, interpret),
+        "tiles": squares(WARPGROUPS, GROUP),
+        "diagonal": plgpu.SMEM((WARPGROUPS, GROUP * CHUNK, BLOCK), jnp.float32),
+        "gates": plgpu.SMEM((WARPGROUPS, GROUP, 2, 2 * CHUNK), jnp.float32),
+        "norms": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
+        "sums": plgpu.SMEM((WARPGROUPS, GROUP, CHUNK), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
+    }
 
-    @pl.when(unit < segments)
+
+def make(block, inputs, table, out: Within, marks, interpret, scratch) -> None:
+    """What a warpgroup of a maker does: an item, if there is one left for it. `inputs` are q and k
+    `[T, Hk, 128]` bfloat16, raw, g and beta `[T, H]`; T >= 64."""
+    warpgroup, heads = lax.axis_index("warpgroup"), inputs[1].shape[1]
+    idle = lax.axis_size("warpgroup") - WARPGROUPS
+    item, items = block * WARPGROUPS + warpgroup, table.token.shape[0] * heads
+    copied, tiles = seen(scratch.pop("raw"), interpret)
+
+    @pl.when(warpgroup >= WARPGROUPS)
     def _():
-        _find_run(table, out.runs, unit)
+        plgpu.set_max_registers(24, action="decrease")
 
-    @pl.when((item >= 0) & (item < items))
+    @pl.when((warpgroup < WARPGROUPS) & (item < items))
     def _():
-        _clear(out.boundary, num_boundaries, item, items)
-        _chunk(inputs, table, out, item, own, interpret)
+        plgpu.set_max_registers(160 if idle else 168, action="increase")
+        own = {name: x.at[warpgroup] for name, x in scratch.items()}
+        own |= {"copied": copied.at[warpgroup], "raw": tiles.at[warpgroup]}
+        chunk, head = lax.div(item, heads), lax.rem(item, heads)
+        _chunk(inputs, table, out, chunk, head, own, interpret)
+        publish(marks, head, chunk, interpret)
 
 
-def _clear(boundary, number, item, items):
-    """Zeros in what falls to an item of the first `number` boundary states."""
-    heads = boundary.shape[1]
-
-    def clear(i, _):
-        state = item + i * items
-        tile = boundary.at[lax.div(state, heads), lax.rem(state, heads)]
-        layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
-        tile[...] = plgpu.layout_cast(jnp.zeros(tile.shape, jnp.float32), layout)
-
-    lax.fori_loop(0, lax.div(number * heads - item + (items - 1), items), clear, None)
-
-
-def _chunk(inputs, table, out, item, scratch, interpret):
+def _chunk(inputs, table, out, chunk, head, scratch, interpret):
     q, k, g, beta = inputs
-    chunk, head = lax.div(item, k.shape[1]), lax.rem(item, k.shape[1])
     count, token = table.length[chunk], table.token[chunk]
 
     @pl.when(count > 0)
@@ -155,44 +111,8 @@ def _chunk(inputs, table, out, item, scratch, interpret):
             plgpu.copy_gmem_to_smem(source, scratch["copied"].at[i], scratch["full"])
         _read_gates(g, beta, token, head, scratch["gates"])
         _cumulate(count, scratch["gates"], scratch["sums"])
-        mine = (x.at[chunk, pl.ds(head * GROUP, GROUP)] for x in out[:3])
+        mine = (x.at[chunk, pl.ds(head * GROUP, GROUP)] for x in out)
         _solve(*_plain(count, scratch, interpret), count, tuple(mine), scratch, interpret)
-
-
-def _find_run(table, runs, n):
-    segments = runs.shape[0]
-    last = table.token.shape[0] - 1
-
-    def first_from(segment):
-        """The first chunk of that segment or of a later one."""
-
-        def halve(_, span):
-            low, high = span
-            middle = jnp.minimum(lax.div(low + high, 2), last)
-            before = (low < high) & listed(middle) & (table.segment[middle] < segment)
-            return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
-
-        span = jnp.int32(0), jnp.int32(last + 1)
-        return lax.fori_loop(0, (last + 1).bit_length(), halve, span)[0]
-
-    def listed(chunk):
-        return (table.length[chunk] > 0) | (table.final[chunk] < segments)
-
-    def merges(chunk):
-        at = jnp.minimum(chunk, last)
-        return (chunk <= last) & listed(at) & (table.start[at] == MERGE)
-
-    first = first_from(n)
-    at = jnp.minimum(first, last)
-    known = (first <= last) & listed(at) & (table.segment[at] == n)
-    inner = known & merges(first)
-    end = lax.while_loop(
-        merges,
-        lambda chunk: first_from(table.segment[jnp.minimum(chunk, last)] + 1),
-        first_from(n + 1),
-    )
-    runs[n, 0] = jnp.where(inner, 0, jnp.where(known, first, 1))
-    runs[n, 1] = jnp.where(inner | ~known, 0, end)
 
 
 def _read_gates(g, beta, token, head, gates):

@@ -34,22 +34,40 @@ class Tiling:
     staters: int = 1
 
 
-class Work(NamedTuple):
-    """The part of a block: segment, value head, first value column and chunks; references to a
-    `ChunkTable`, a `Within` without boundary states, the arrays of `walk` and shared memory."""
+class Shared(NamedTuple):
+    """References to a `ChunkTable`, a `Within`, its marks and the other arrays by name; the rest as
+    in `gdn_prefill`."""
 
-    segment: Any
+    table: Any
+    local: Any
+    marks: Any
+    arrays: dict[str, Any]
+    num_boundaries: int
+    tiling: Tiling
+    interpret: Any
+
+
+class Work(NamedTuple):
+    """The part of a block: its rank among the runs, value head, first value column, and chunks of
+    the run; chunks write `listed` of the final states and `used` of the boundaries, None where it
+    is the only run, which finds it on the way; what walkers share."""
+
+    rank: Any
     head: Any
     column: Any
     first: Any
     stop: Any
-    table: Any
-    local: Any
-    arrays: dict[str, Any]
+    listed: Any
+    used: Any
+    shared: Shared
     scratch: dict[str, Any]
-    num_boundaries: int
-    tiling: Tiling
-    interpret: Any
+
+    table = property(lambda self: self.shared.table)
+    local = property(lambda self: self.shared.local)
+    arrays = property(lambda self: self.shared.arrays)
+    num_boundaries = property(lambda self: self.shared.num_boundaries)
+    tiling = property(lambda self: self.shared.tiling)
+    interpret = property(lambda self: self.shared.interpret)
 
     def columns(self, stater: Any) -> Any:
         """The value columns of a stater."""
