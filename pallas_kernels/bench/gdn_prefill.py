@@ -8,14 +8,14 @@ from pallas_kernels.mgpu import gdn_prefill as kernel
 from pallas_kernels.mgpu.gdn_work import Tiling
 
 TILINGS = {
-    f"slots={t.key_slots}+{t.query_slots},parts={t.parts},columns={64 * t.staters}": t
+    f"slots={t.key_slots}+{t.query_slots},columns={64 * t.staters},lead={t.lead}": t
     for t in (
         Tiling(3, 2, 1, 1),
-        Tiling(3, 2, 2, 1),
-        Tiling(2, 3, 1, 1),
-        Tiling(4, 1, 1, 1),
+        Tiling(3, 2, 1, 1, 16),
+        Tiling(3, 2, 1, 1, 64),
         Tiling(2, 1, 1, 2),
-        Tiling(2, 1, 2, 2),
+        Tiling(2, 1, 1, 2, 32),
+        Tiling(2, 1, 1, 2, 64),
     )
 }
 GDN = delta_prefill.Kind("gdn_prefill", 16, 153e3, -3.0, kernel.prefill, TILINGS)

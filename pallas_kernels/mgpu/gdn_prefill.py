@@ -106,6 +106,7 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
         items=WARPGROUPS,
         heads=key_heads,
         sms=multiprocessors(),
+        lead=tiling.lead,
     )
     found = () if segments == 1 else runs(table, segments, num_boundaries)
     marks = jax.new_ref(new_marks(chunks, key_heads))

@@ -54,7 +54,9 @@ def own_rows(ref, spare) -> jax.Array:
 
     def own(ctx, ref):
         del ctx
-        warp = arith.index_cast(ir.IndexType.get(), mgpu.utils.warp_idx())
+        warps = arith.constant(ir.IntegerType.get_signless(32), BLOCKS)
+        warp = arith.remui(mgpu.utils.warp_idx(), warps)
+        warp = arith.index_cast(ir.IndexType.get(), warp)
         row = mgpu.FragmentedArray.load_untiled(
             mgpu.memref_slice(ref, warp), layout=mgpu.WGMMA_COL_LAYOUT, optimized=False
         )
