@@ -9,14 +9,7 @@ from pallas_kernels.mgpu.gdn_work import Tiling
 
 TILINGS = {
     f"slots={t.key_slots}+{t.query_slots},columns={64 * t.staters},lead={t.lead}": t
-    for t in (
-        Tiling(3, 2, 1, 1),
-        Tiling(3, 2, 1, 1, 16),
-        Tiling(3, 2, 1, 1, 64),
-        Tiling(2, 1, 1, 2),
-        Tiling(2, 1, 1, 2, 32),
-        Tiling(2, 1, 1, 2, 64),
-    )
+    for t in (Tiling(3, 2, 1, 1), Tiling(3, 2, 1, 1, 24), Tiling(2, 1, 1, 2), Tiling(2, 1, 1, 2, 64))
 }
 GDN = delta_prefill.Kind("gdn_prefill", 16, 153e3, -3.0, kernel.prefill, TILINGS)
 

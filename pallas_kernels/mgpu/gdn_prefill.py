@@ -100,11 +100,12 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
     (tokens, heads, width), key_heads = v.shape, inputs[1].shape[1]
     segments, chunks = initial.shape[0], table.token.shape[0]
     plan = Plan(
-        makers=-(-chunks * key_heads // WARPGROUPS),
+        chunks=chunks,
+        heads=key_heads,
+        side=WARPGROUPS,
+        turns=1,
         walkers=heads * width // (COLUMNS * tiling.staters),
         runs=segments,
-        items=WARPGROUPS,
-        heads=key_heads,
         sms=multiprocessors(),
         lead=tiling.lead,
     )
@@ -127,7 +128,7 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
             tiling,
             interpret,
         )
-        mine = role(plan, ordered, chunks, lax.axis_index("block"))
+        mine = role(plan, ordered, lax.axis_index("block"))
 
         @pl.when(mine.walks)
         def _():
@@ -141,7 +142,7 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
         @pl.when(~mine.walks)
         def _():
             pl.run_scoped(
-                lambda **scratch: make(mine.maker, inputs, table, local, marks, interpret, scratch),
+                lambda **scratch: make(plan.items(mine.maker), inputs, shared, scratch),
                 **gdn_within.shared_memory(interpret),
                 collective_axes="warpgroup",
             )

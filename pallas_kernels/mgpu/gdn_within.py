@@ -78,26 +78,26 @@ def shared_memory(interpret: Any) -> dict[str, Any]:
     }
 
 
-def make(block, inputs, table, out: Within, marks, interpret, scratch) -> None:
-    """What a warpgroup of a maker does: an item, if there is one left for it. `inputs` are q and k
-    `[T, Hk, 128]` bfloat16, raw, g and beta `[T, H]`; T >= 64."""
+def make(span: tuple[Any, Any], inputs, shared, scratch) -> None:
+    """What a warpgroup of a maker does: one of the items from the first of `span` to before the
+    second, if there is one left for it. `inputs` are q and k `[T, Hk, 128]` bfloat16, raw, g and
+    beta `[T, H]`; T >= 64; `shared` is a `gdn_work.Shared`."""
     warpgroup, heads = lax.axis_index("warpgroup"), inputs[1].shape[1]
-    idle = lax.axis_size("warpgroup") - WARPGROUPS
-    item, items = block * WARPGROUPS + warpgroup, table.token.shape[0] * heads
-    copied, tiles = seen(scratch.pop("raw"), interpret)
+    idle, item = lax.axis_size("warpgroup") - WARPGROUPS, span[0] + warpgroup
+    copied, tiles = seen(scratch.pop("raw"), shared.interpret)
 
     @pl.when(warpgroup >= WARPGROUPS)
     def _():
         plgpu.set_max_registers(24, action="decrease")
 
-    @pl.when((warpgroup < WARPGROUPS) & (item < items))
+    @pl.when((warpgroup < WARPGROUPS) & (item < span[1]))
     def _():
         plgpu.set_max_registers(160 if idle else 168, action="increase")
         own = {name: x.at[warpgroup] for name, x in scratch.items()}
         own |= {"copied": copied.at[warpgroup], "raw": tiles.at[warpgroup]}
         chunk, head = lax.div(item, heads), lax.rem(item, heads)
-        _chunk(inputs, table, out, chunk, head, own, interpret)
-        publish(marks, head, chunk, interpret)
+        _chunk(inputs, shared.table, shared.local, chunk, head, own, shared.interpret)
+        publish(shared.marks, head, chunk, shared.interpret)
 
 
 def _chunk(inputs, table, out, chunk, head, scratch, interpret):

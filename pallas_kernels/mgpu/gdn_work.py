@@ -26,7 +26,7 @@ _KEY_SIDE, _QUERY_SIDE = 4, 4  # copies a slot of each ring takes, those of v ap
 class Tiling:
     """Slots of what the staters, at least two, and the outputter read; bfloat16 parts, 1 or 2, in
     which the state takes U; staters of a block of threads, which share what does not depend on the
-    column; `pipeline.Plan.lead`."""
+    column; `lead` of a `pipeline.Plan`."""
 
     key_slots: int = 3
     query_slots: int = 2

@@ -18,6 +18,7 @@ from pallas_kernels.mgpu import kda_prep, kda_room, kda_walk
 from pallas_kernels.mgpu.common import no_hopper
 from pallas_kernels.mgpu.kda_fetch import Source
 from pallas_kernels.mgpu.kda_prep import DIM, PARAMS, Prepared
+from pallas_kernels.mgpu.kda_room import WARPGROUPS
 from pallas_kernels.mgpu.kda_state import COLUMNS
 from pallas_kernels.mgpu.kda_walk import Tiling
 from pallas_kernels.mgpu.pipeline import Plan, Runs, multiprocessors, new_marks, role, runs
@@ -26,7 +27,7 @@ from pallas_kernels.walk import DeltaOut
 
 def default_tiling(chunks: int, heads: int) -> Tiling:
     """Makers of few items where there are few, for every multiprocessor to have two makers."""
-    turns = chunks * heads // (2 * kda_room.WARPGROUPS * multiprocessors())
+    turns = chunks * heads // (2 * WARPGROUPS * multiprocessors())
     return Tiling(turns=min(max(turns, 1), Tiling.turns))
 
 
@@ -93,13 +94,13 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
     """o `[T, H, V]`, final and boundary states."""
     (tokens, heads, width), decays = v.shape, inputs[2].dtype
     segments, chunks, across = initial.shape[0], table.token.shape[0], width // COLUMNS
-    items = kda_room.WARPGROUPS * tiling.turns
     plan = Plan(
-        makers=-(-chunks * heads // items),
+        chunks=chunks,
+        heads=heads,
+        side=WARPGROUPS,
+        turns=tiling.turns,
         walkers=heads * across,
         runs=segments,
-        items=items,
-        heads=heads,
         sms=multiprocessors(),
         lead=tiling.lead,
     )
@@ -109,13 +110,13 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
     kept = () if keep is None else (keep,)
 
     def block(*refs):
-        inputs, refs = refs[:4], refs[4:]
+        (q, k, g, beta), refs = refs[:4], refs[4:]
         table, refs = ChunkTable(*refs[:8]), refs[8:]
         ordered, refs = Runs(*refs[:3]) if found else None, refs[len(found) :]
         (marks, v, initial), refs = refs[:3], refs[3:]
         keep, (o, final, boundary, *left) = refs[0] if kept else None, refs[len(kept) :]
         prepared, states = Prepared(*left), (initial, keep, final, boundary)
-        mine = role(plan, ordered, chunks, lax.axis_index("block"))
+        mine = role(plan, ordered, lax.axis_index("block"))
 
         @pl.when(mine.walks)
         def _():
@@ -130,10 +131,10 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
 
         @pl.when(~mine.walks)
         def _():
-            source = Source(*inputs, table.token, table.length)
+            source = Source(q, k, g, beta, table.token, table.length)
             pl.run_scoped(
                 lambda **scratch: kda_prep.make(
-                    mine.maker, tiling.turns, source, prepared, marks, interpret, scratch
+                    plan.items(mine.maker), source, prepared, marks, interpret, scratch
                 ),
                 **kda_room.shared_memory(decays, bool(interpret)),
                 collective_axes="warpgroup",

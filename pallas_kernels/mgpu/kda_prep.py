@@ -99,9 +99,9 @@ class Maker(NamedTuple):
     interpret: Any
 
 
-def make(block, turns: int, source: Source, prepared: Prepared, marks, interpret, scratch) -> None:
-    """What a maker does: `turns` items a working warpgroup, in turn. A chunk's tokens are its first
-    rows."""
+def make(items, source: Source, prepared: Prepared, marks, interpret, scratch) -> None:
+    """What a maker does: `items` are its first one and the one past its last, of which a working
+    warpgroup takes every other one. A chunk's tokens are its first rows."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup >= WARPGROUPS)
@@ -111,8 +111,7 @@ def make(block, turns: int, source: Source, prepared: Prepared, marks, interpret
     @pl.when(warpgroup < WARPGROUPS)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        begin = block * (WARPGROUPS * turns)
-        stop = jnp.minimum(begin + WARPGROUPS * turns, source.items)
+        begin, stop = items
         maker = Maker(source, prepared, marks, stop, interpret)
         first = find_item(source, begin + warpgroup, stop, WARPGROUPS)
 
@@ -122,12 +121,12 @@ def make(block, turns: int, source: Source, prepared: Prepared, marks, interpret
             fetch(source, begun, own)
             place_strengths(read_strengths(source, begun), own["strength"], source, begun)
 
-        def visit(items):
-            number, before = items
+        def visit(carried) -> tuple[jax.Array, jax.Array]:
+            number, before = carried
             return _visit(maker, number, before, scratch), number
 
-        none = jnp.int32(-1)
-        _, last = lax.while_loop(lambda items: items[0] < stop, visit, (first, none))
+        begun = first, jnp.int32(-1)
+        last = lax.while_loop(lambda carried: carried[0] < stop, visit, begun)[1]
         _publish(maker, last)
 
 

@@ -31,9 +31,8 @@ _REGISTERS = 40, 240, 160
 
 @dataclass(frozen=True)
 class Tiling:
-    """Slots of what a step of the state reads first and last, and of what the outputs read; items
-    that a warpgroup of a maker takes in turn; how far makers are ahead of walkers, `pipeline.Plan`.
-    """
+    """Slots of what a step of the state reads first and last, and of what the outputs read; `turns`
+    and `lead` of a `pipeline.Plan`."""
 
     start_slots: int = 3
     end_slots: int = 2

@@ -28,33 +28,52 @@ def multiprocessors() -> int:
 
 
 class Plan(NamedTuple):
-    """The blocks of a launch: how many make, how many walk each run, runs at most; the (chunk,
-    head) items of a maker, heads of a chunk, and multiprocessors. As many 64ths of a run's makers
-    as `lead` says are ahead of its walkers, or one a multiprocessor if that is more."""
+    """The blocks of a launch: walkers of a run, runs at most, and makers of the items (chunk,
+    head), of which a maker does `side` by side and `turns` of them one after another; but the first
+    makers, one a multiprocessor, do one each. As many 64ths of a run's makers as `lead` says are
+    ahead of its walkers, or one a multiprocessor if that is more."""
 
-    makers: int
+    chunks: int
+    heads: int
+    side: int
+    turns: int
     walkers: int
     runs: int
-    items: int
-    heads: int
     sms: int
     lead: int = 0
 
     @property
+    def makers(self) -> int:
+        items = self.chunks * self.heads
+        first = min(self.sms, -(-items // self.side))
+        return first + -(-max(0, items - first * self.side) // (self.side * self.turns))
+
+    @property
     def blocks(self) -> int:
         return self.makers + self.walkers * self.runs
+
+    def items(self, maker) -> tuple[Any, Any]:
+        """The first item of a maker, and the one past its last."""
+        first = jnp.minimum(maker, self.sms) * self.side
+        later = jnp.maximum(maker - self.sms, 0) * (self.side * self.turns)
+        turns = jnp.where(maker < self.sms, 1, self.turns)
+        stop = first + later + turns * self.side
+        return first + later, jnp.minimum(stop, self.chunks * self.heads)
+
+    def maker(self, item) -> Any:
+        """Who makes an item."""
+        later = lax.div(item - self.sms * self.side, self.side * self.turns) + self.sms
+        return jnp.where(item < self.sms * self.side, lax.div(item, self.side), later)
 
     def place(self, run, first, stop) -> Any:
         """The number of a run's first walker, from its chunks; of no chunks, behind all makers."""
         if self.walkers >= self.sms:
             # They could keep the makers from every multiprocessor.
             return self.makers + run * self.walkers
-        begun = lax.div(first * self.heads, self.items)
-        lead = lax.div((stop - first) * (self.heads * self.lead), 64 * self.items)
-        ahead = begun + jnp.maximum(lead, self.sms)
-        return jnp.minimum(jnp.where(first < stop, ahead, self.makers), self.makers) + (
-            run * self.walkers
-        )
+        begin, end = (self.maker(chunk * self.heads) for chunk in (first, stop))
+        lead = jnp.maximum(lax.div((end - begin) * self.lead, 64), self.sms)
+        ahead = jnp.where(first < stop, begin + lead, self.makers)
+        return jnp.minimum(ahead, self.makers) + run * self.walkers
 
 
 class Role(NamedTuple):
@@ -66,12 +85,12 @@ class Role(NamedTuple):
     walker: Any
 
 
-def role(plan: Plan, runs: "Runs | None", chunks: int, block: Any) -> Role:
+def role(plan: Plan, runs: "Runs | None", block: Any) -> Role:
     """Of a block, by its number. Without `runs`, the only one has all chunks."""
 
     def place(run) -> jax.Array:
         if runs is None:
-            return plan.place(run, jnp.int32(0), jnp.int32(chunks))
+            return plan.place(run, jnp.int32(0), jnp.int32(plan.chunks))
         return plan.place(run, runs.first[run], runs.stop[run])
 
     def halve(_, span):

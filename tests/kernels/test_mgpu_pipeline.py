@@ -44,44 +44,47 @@ def test_runs_reach_to_the_next_segment_that_does_not_merge():
     st.integers(1, 12),
     st.integers(1, 8),
     st.integers(1, 4),
+    st.integers(1, 3),
     st.integers(1, 20),
     st.integers(0, 63),
 )
 def test_all_blocks_have_a_part_and_nobody_waits_for_ever(
-    segments, unlisted, walkers, heads, items, sms, lead
+    segments, unlisted, walkers, heads, side, turns, sms, lead
 ):
     segments[0] = segments[0][0], pk.ZERO
     table = table_of(segments, spare=2, unlisted=unlisted)
     count, chunks = len(segments) + unlisted, len(table.token)
     found = Runs(*map(np.asarray, runs(pk.ChunkTable(*map(jnp.asarray, table)), count, 4)))
-    plan = Plan(-(-chunks * heads // items), walkers, count, items, heads, sms, lead)
-    parts = jax.vmap(lambda block: role(plan, Runs(*map(jnp.asarray, found)), chunks, block))
+    plan = Plan(chunks, heads, side, turns, walkers, count, sms, lead)
+    parts = jax.vmap(lambda block: role(plan, Runs(*map(jnp.asarray, found)), block))
     walks, maker, run, walker = map(np.asarray, parts(jnp.arange(plan.blocks)))
     assert sorted(maker[~walks]) == list(range(plan.makers))
     pairs = list(zip(run[walks], walker[walks], strict=True))
     assert sorted(pairs) == [(r, w) for r in range(count) for w in range(walkers)]
-    _all_finish(plan, found, walks, maker, run)
+    first, stop = map(np.asarray, jax.vmap(plan.items)(jnp.arange(plan.makers)))
+    made = [item for a, b in zip(first, stop, strict=True) for item in range(a, b)]
+    assert made == list(range(chunks * heads))
+    owners = np.repeat(np.arange(plan.makers), stop - first)
+    np.testing.assert_array_equal(jax.vmap(plan.maker)(jnp.arange(chunks * heads)), owners)
+    _all_finish(plan, found, owners, walks, run)
 
 
-def _all_finish(plan, found, walks, maker, run) -> None:
+def _all_finish(plan, found, owners, walks, run) -> None:
     """Blocks start in order as multiprocessors come free: those that wait for one that has not
     started leave it a place."""
-    made = np.cumsum(~walks)
-    for block in range(plan.blocks):
-        waiting = {
-            int(run[b])
-            for b in np.flatnonzero(walks[: block + 1])
-            if found.first[run[b]] < found.stop[run[b]]
-            and (found.stop[run[b]] * plan.heads - 1) // plan.items >= made[block]
-        }
-        blocked = sum(int(run[b]) in waiting for b in np.flatnonzero(walks[: block + 1]))
-        assert blocked < plan.sms
+    last = np.full(plan.runs, -1)
+    has = found.first < found.stop
+    last[has] = owners[found.stop[has] * plan.heads - 1]
+    started = np.cumsum(~walks)
+    for block in np.flatnonzero(walks):
+        before = run[: block + 1][walks[: block + 1]]
+        assert np.sum(last[before] >= started[block]) < plan.sms
 
 
 def test_an_only_run_begins_while_most_of_it_is_being_made():
-    plan = Plan(makers=700, walkers=64, runs=1, items=3, heads=16, sms=132)
-    parts = jax.vmap(lambda block: role(plan, None, 128, block))(jnp.arange(plan.blocks))
+    plan = Plan(chunks=128, heads=16, side=3, turns=1, walkers=64, runs=1, sms=132)
+    parts = jax.vmap(lambda block: role(plan, None, block))(jnp.arange(plan.blocks))
     np.testing.assert_array_equal(np.flatnonzero(parts.walks), np.arange(132, 196))
     later = plan._replace(lead=32)
-    parts = jax.vmap(lambda block: role(later, None, 128, block))(jnp.arange(plan.blocks))
+    parts = jax.vmap(lambda block: role(later, None, block))(jnp.arange(plan.blocks))
     assert np.flatnonzero(parts.walks)[0] == 128 * 16 // 3 // 2
