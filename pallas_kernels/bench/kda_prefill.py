@@ -8,11 +8,8 @@ from pallas_kernels.mgpu import kda_prefill as kernel
 from pallas_kernels.mgpu.kda_walk import Tiling
 
 TILINGS = {
-    f"turns={t.turns},lead={t.lead}": t
-    for t in (
-        *(Tiling(turns=turns) for turns in (1, 2, 4, 8)),
-        *(Tiling(lead=lead) for lead in (0, 16, 40)),
-    )
+    f"slots={t.start_slots},{t.end_slots},{t.query_slots}": t
+    for t in (Tiling(2, 3, 2), Tiling(2, 2, 2), Tiling(3, 3, 1))
 }
 KDA = delta_prefill.Kind("kda_prefill", 32, 169e3, -0.284, kernel.prefill, TILINGS)
 

@@ -30,19 +30,22 @@ def emit(w: Work, chunk, at) -> None:
 
 
 def _product(w: Work, stater: int, slot, buffer):
-    """O of a stater's columns."""
-    s, handed = w.scratch, 2 * stater + buffer
+    """O of a stater's columns. The state comes long before the update of the chunk."""
+    s, update_slot = w.scratch, 2 * stater + buffer
     q = [seen(s["q"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
-    state, update = s["state"].at[stater, buffer], s["update"].at[stater, buffer]
-    plgpu.barrier_wait(s["handed"].at[handed])
-    known, new, scale = multiply(
+    state, update = s["state"].at[stater], s["update"].at[stater, buffer]
+    plgpu.barrier_wait(s["state_full"].at[stater])
+    known, scale = multiply(
         [None, *((x, state.at[h].T) for h, x in zip(HALVES, q, strict=True))],
-        [None, (s["attend"].at[slot], update.T)],
         interpret=w.interpret,
         meanwhile=lambda: load(s["query_vector"].at[slot], BY_ROW),
     )
-    plgpu.barrier_arrive(s["taken"].at[handed])
-    return known * along(scale, 0) + new
+    plgpu.barrier_arrive(s["state_free"].at[stater])
+    known = known * along(scale, 0)
+    plgpu.barrier_wait(s["update_full"].at[update_slot])
+    out, _ = multiply([known, (s["attend"].at[slot], update.T)], interpret=w.interpret)
+    plgpu.barrier_arrive(s["update_free"].at[update_slot])
+    return out
 
 
 def _store(w: Work, stater: int, copied, start, count) -> None:

@@ -24,7 +24,7 @@ def default_tiling(segments: int, heads: int, width: int) -> Tiling:
     pairs, for then what the walkers read is the bound."""
     walkers = segments * heads * width // COLUMNS
     many = walkers > multiprocessors() // 2 and not width % (2 * COLUMNS)
-    return Tiling(2, 1, staters=2) if many else Tiling()
+    return Tiling(2, 2, staters=2) if many else Tiling()
 
 
 def refuses(

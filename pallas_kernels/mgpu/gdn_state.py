@@ -93,7 +93,7 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
     """
     s, slot, buffer = w.scratch, lax.rem(at, w.tiling.key_slots), lax.rem(at, 2)
     k = [seen(s["k"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
-    solve, handed = s["solve"].at[slot], 2 * stater + buffer
+    solve, update_slot = s["solve"].at[slot], 2 * stater + buffer
     vectors = s["key_vectors"].at[slot]
     rounded = [x.astype(jnp.bfloat16) for x in state]
     first = (at == 0).astype(jnp.int32)
@@ -101,12 +101,14 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
     _zero_past(length, k)
 
     def hand_state():
-        @pl.when(at >= 2)
+        @pl.when(at >= 1)
         def _():
-            plgpu.barrier_wait(s["taken"].at[handed])
+            plgpu.barrier_wait(s["state_free"].at[stater])
 
         for h, x in zip(HALVES, rounded, strict=True):
-            s["state"].at[stater, buffer, h][...] = x
+            s["state"].at[stater, h][...] = x
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(s["state_full"].at[stater])
         return _scaled(values, vectors, length), load(vectors.at[ERASE], BY_COLUMN)
 
     known = [None, *((x, y.T) for x, y in zip(rounded, k, strict=True))]
@@ -127,9 +129,13 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
         rest = rest - parts[-1].astype(jnp.float32)
 
     def hand_update():
+        @pl.when(at >= 2)
+        def _():
+            plgpu.barrier_wait(s["update_free"].at[update_slot])
+
         s["update"].at[stater, buffer][...] = update.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(s["handed"].at[handed])
+        plgpu.barrier_arrive(s["update_full"].at[update_slot])
         return _values(w, stater, at + 1)
 
     sums = [[x, *((part, y) for part in parts)] for x, y in zip(decayed, k, strict=True)]

@@ -68,7 +68,9 @@ def play(w: Work) -> None:
     def _():
         plgpu.set_max_registers(registers[STATER], action="increase")
         stater = warpgroup - STATER
-        drain(w.scratch["taken"], carry(w, stater), 2, 2 * stater)
+        done = carry(w, stater)
+        drain(w.scratch["state_free"], done, 1, stater)
+        drain(w.scratch["update_free"], done, 2, 2 * stater)
 
     @pl.when(warpgroup == OUTPUTTER)
     def _():

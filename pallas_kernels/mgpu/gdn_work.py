@@ -85,15 +85,17 @@ def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
         "q": rows((queries * len(HALVES), CHUNK, HALF), jnp.bfloat16, interpret),
         "attend": squares(queries),
         "query_vector": plgpu.SMEM((queries, CHUNK), jnp.float32),
-        "state": squares(staters, 2, len(HALVES)),
+        "state": squares(staters, len(HALVES)),
         "update": squares(staters, 2),
         "out": rows((COLUMNS // STORED, CHUNK, STORED), jnp.float32, interpret),
         "keys_full": plgpu.Barrier(num_arrivals=_KEY_SIDE + staters, num_barriers=keys),
         "keys_free": plgpu.Barrier(num_arrivals=staters, num_barriers=keys),
         "queries_full": plgpu.Barrier(num_arrivals=_QUERY_SIDE, num_barriers=queries),
         "queries_free": plgpu.Barrier(num_barriers=queries),
-        "handed": plgpu.Barrier(num_barriers=2 * staters),
-        "taken": plgpu.Barrier(num_barriers=2 * staters),
+        "state_full": plgpu.Barrier(num_barriers=staters),
+        "state_free": plgpu.Barrier(num_barriers=staters),
+        "update_full": plgpu.Barrier(num_barriers=2 * staters),
+        "update_free": plgpu.Barrier(num_barriers=2 * staters),
     }
 
 

@@ -1,7 +1,7 @@
-"""What a warpgroup of a maker of KDA does when: its items, and what it reads of the next one.
+"""What a block of threads of `kda_prep` does when: its items, and what it reads of the next one.
 
-An item is a chunk and a head. A warpgroup takes every other one of a maker's that have tokens, and
-has the next one's q, k and g copied while it solves the one before.
+An item is a chunk and a head. A block takes every so many of those that have tokens, and has the
+next one's q, k and g copied while it solves the one before.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ COPIES = 5
 
 
 class Source(NamedTuple):
-    """In device memory: q, k `[T, H, 128]` bfloat16, raw; g `[T, H, 128]`, beta `[T, H]`, T >= 64;
-    token, length `[NC]`."""
+    """The arguments of `kda_prep.prepare`, in device memory."""
 
     q: Any
     k: Any
@@ -51,8 +50,8 @@ def describe(source: Source, item) -> Item:
     return Item(chunk, head, source.token[chunk], source.length[chunk])
 
 
-def find_item(source: Source, item, stop, step: int) -> jax.Array:
-    """The first of item, item + step, ... before `stop` that has tokens, or one past it."""
+def find_item(source: Source, item, step: int) -> jax.Array:
+    """The first of item, item + step, ... that has tokens, or one past the last."""
 
     def length(item) -> jax.Array:
         return describe(source, item).length
@@ -61,7 +60,7 @@ def find_item(source: Source, item, stop, step: int) -> jax.Array:
         return found[0] + step, length(found[0] + step)
 
     def empty(found) -> jax.Array:
-        return (found[0] < stop) & (found[1] <= 0)
+        return (found[0] < source.items) & (found[1] <= 0)
 
     return lax.while_loop(empty, follow, (item, length(item)))[0]
 
@@ -73,7 +72,7 @@ def fetch(source: Source, item: Item, scratch) -> None:
         for half in range(2):
             columns = pl.ds(half * HALF, HALF)
             copied = x.at[rows, item.head, columns]
-            plgpu.copy_gmem_to_smem(copied, scratch[name].at[half], scratch["arrived"])
+            plgpu.copy_gmem_to_smem(copied, scratch[name].at[0, half], scratch["arrived"])
     plgpu.copy_gmem_to_smem(source.g.at[rows, item.head], scratch["steps"], scratch["arrived"])
 
 

@@ -7,9 +7,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
 from pallas_kernels.mgpu.common import seen, store_rows, visit_chunks
-from pallas_kernels.mgpu.kda_prep import DIM
 from pallas_kernels.mgpu.kda_state import COLUMNS, Work
-from pallas_kernels.mgpu.kda_tile import WGMMA, load
+from pallas_kernels.mgpu.kda_tile import WGMMA
 
 STORED = 32
 """Columns of an output that are copied at a time: 128 bytes a row."""
@@ -41,39 +40,8 @@ def emit(work: Work, table, o, scratch) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def fill(work: Work, table, states) -> None:
-    """States that no chunk writes: final ones stay the initial ones, boundaries are zeros."""
-    initial, _, final, boundary = states
-    layout = plgpu.Layout.WG_STRIDED((DIM, COLUMNS), vec_size=4)
-    listed, used = work.listed, work.used
-    if listed is None:
-        listed = ((table.length[0] > 0) | (table.final[0] < 1)).astype(jnp.int32)
-
-    @pl.when(work.rank >= listed)
-    def _():
-        source, target = (x.at[work.rank, work.head, :, work.columns] for x in (initial, final))
-        target[...] = load(source, layout)
-
-    if not work.boundaries:
-        return
-    if used is None:
-
-        def count(chunk, used):
-            return used + (table.boundary[chunk] < work.boundaries).astype(jnp.int32)
-
-        used = lax.fori_loop(0, table.boundary.shape[0], count, jnp.int32(0))
-
-    def clear(row, _):
-        @pl.when(lax.rem(row, final.shape[0]) == work.rank)
-        def _():
-            zeros = plgpu.layout_cast(jnp.zeros((DIM, COLUMNS), jnp.float32), layout)
-            boundary.at[row, work.head, :, work.columns][...] = zeros
-
-    lax.fori_loop(used, work.boundaries, clear, None)
-
-
 def clear(work: Work, table, o, scratch) -> None:
-    """Zeros where there is no token; the walkers of the last run do that."""
+    """Zeros where there is no token; the blocks of the shortest run do that."""
     tokens, segments = o.shape[0], table.cu_seqlens.shape[0] - 1
 
     @pl.when(work.rank == segments - 1)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK
+from pallas_kernels.chunks import CHUNK, Column
 from pallas_kernels.mgpu.common import LANE
 from pallas_kernels.mgpu.kda_fetch import (
     HALF,
@@ -47,7 +47,7 @@ from pallas_kernels.mgpu.kda_gates import (
     cumulate,
     find_factors,
 )
-from pallas_kernels.mgpu.kda_room import WARPGROUPS, parts
+from pallas_kernels.mgpu.kda_room import parts, scratch_types
 from pallas_kernels.mgpu.kda_solve import inverted
 from pallas_kernels.mgpu.kda_tile import (
     BLOCK,
@@ -59,7 +59,6 @@ from pallas_kernels.mgpu.kda_tile import (
     own_rows,
     spread,
 )
-from pallas_kernels.mgpu.pipeline import publish
 
 PARAMS = LANE.replace(
     approx_math=True,
@@ -73,102 +72,92 @@ class Prepared(NamedTuple):
     """wide `[NC, H, 3, 64, 128]` bfloat16, indexed by the names above; attend^T `[NC, H, 64, 64]`
     bfloat16; decay `[NC, H, 128]` float32. What belongs to a chunk of length 0 is arbitrary."""
 
-    wide: Any
-    attend: Any
-    decay: Any
+    wide: jax.Array
+    attend: jax.Array
+    decay: jax.Array
 
 
-def shapes(chunks: int, heads: int) -> Prepared:
-    """Of what makers leave."""
-    spec = jax.ShapeDtypeStruct
+def prepare(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    token: Column,
+    length: Column,
+    blocks: int,
+    interpret: Any = None,
+) -> Prepared:
+    """q, k `[T, H, 128]` bfloat16, raw; g `[T, H, 128]`, beta `[T, H]`; token, length `[NC]`.
+
+    T is at least 64. A chunk's tokens are its first rows. `blocks` of threads share the work.
+    """
+    heads, chunks = q.shape[1], token.shape[0]
+    blocks = min(blocks, chunks * heads)
+
+    def kda_prep(*refs, **scratch):
+        inputs = len(Source._fields)
+        source, target = Source(*refs[:inputs]), Prepared(*refs[inputs:])
+        scratch |= parts(scratch)
+
+        def visit(item) -> jax.Array:
+            return _visit(source, item, blocks, target, scratch)
+
+        first = find_item(source, lax.axis_index("block"), blocks)
+
+        @pl.when(first < source.items)
+        def _():
+            begun = describe(source, first)
+            fetch(source, begun, scratch)
+            begun_strengths = read_strengths(source, begun)
+            place_strengths(begun_strengths, scratch["strength"].at[0], source, begun)
+
+        lax.while_loop(lambda item: item < source.items, visit, first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     return Prepared(
-        spec((chunks, heads, 3, CHUNK, DIM), jnp.bfloat16),
-        spec((chunks, heads, CHUNK, CHUNK), jnp.bfloat16),
-        spec((chunks, heads, DIM), jnp.float32),
+        *plgpu.kernel(
+            kda_prep,
+            out_type=(
+                jax.ShapeDtypeStruct((chunks, heads, 3, CHUNK, DIM), jnp.bfloat16),
+                jax.ShapeDtypeStruct((chunks, heads, CHUNK, CHUNK), jnp.bfloat16),
+                jax.ShapeDtypeStruct((chunks, heads, DIM), jnp.float32),
+            ),
+            scratch_types=scratch_types(g.dtype, bool(interpret)),
+            grid=(blocks,),
+            grid_names=("block",),
+            compiler_params=PARAMS,
+            interpret=interpret,
+            kernel_name="kda_prep",
+        )(q, k, g, beta, token, length)
     )
 
 
-class Maker(NamedTuple):
-    """What a warpgroup needs to make its items ready: references to what it reads, writes and
-    marks; the item behind the block's last."""
-
-    source: Source
-    prepared: Prepared
-    marks: Any
-    stop: Any
-    interpret: Any
-
-
-def make(items, source: Source, prepared: Prepared, marks, interpret, scratch) -> None:
-    """What a maker does: `items` are its first one and the one past its last, of which a working
-    warpgroup takes every other one. A chunk's tokens are its first rows."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup >= WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-
-    @pl.when(warpgroup < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        begin, stop = items
-        maker = Maker(source, prepared, marks, stop, interpret)
-        first = find_item(source, begin + warpgroup, stop, WARPGROUPS)
-
-        @pl.when(first < stop)
-        def _():
-            begun, own = describe(source, first), parts(scratch, warpgroup)
-            fetch(source, begun, own)
-            place_strengths(read_strengths(source, begun), own["strength"], source, begun)
-
-        def visit(carried) -> tuple[jax.Array, jax.Array]:
-            number, before = carried
-            return _visit(maker, number, before, scratch), number
-
-        begun = first, jnp.int32(-1)
-        last = lax.while_loop(lambda carried: carried[0] < stop, visit, begun)[1]
-        _publish(maker, last)
-
-
-def _publish(maker: Maker, number) -> None:
-    """Wait for all copies, which are those of this item, and say so; below 0 is none."""
-    plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(number >= 0)
-    def _():
-        heads = maker.marks.shape[0]
-        head, chunk = lax.rem(number, heads), lax.div(number, heads)
-        publish(maker.marks, head, chunk, maker.interpret)
-
-
-def _visit(maker: Maker, number, before, scratch) -> jax.Array:
-    """Make an item ready, publish the one before, fetch the next one and return its number."""
-    source = maker.source
-    item = describe(source, number)
-    places: Any = (x.at[item.chunk, item.head] for x in maker.prepared)
+def _visit(source: Source, number, blocks: int, targets: Any, scratch) -> jax.Array:
+    """Make an item ready and fetch the next one, whose number it returns."""
+    item, spare = describe(source, number), scratch.get("spare")
+    places: Any = (x.at[item.chunk, item.head] for x in targets)
     target = Prepared(*places)
     # Zero, which the compiler does not know: addresses that are the same in every turn would stay
     # in registers, of which there are none to spare.
     zero = jnp.minimum(item.length, 0)
-    turn = parts(scratch, lax.axis_index("warpgroup") + zero)
-    spare = turn.get("spare")
+    varying = "q_rows", "k_rows", "k_end", "sent", "square", "strength"
+    turn = scratch | {name: scratch[name].at[zero] for name in varying}
     plgpu.barrier_wait(turn["arrived"])
     cumulate(turn["steps"], item.length, turn["gates"])
     find_factors(turn["gates"], turn["factors"], target.decay)
     _cut(item.length, turn)
-    _publish(maker, before)
     plgpu.commit_smem()
     erased, attended = _pairs(turn, target.wide, spare)
     strength = strengths(turn["strength"], item, 1)
     erase, near, attend = _masked(erased, attended, spread(strength, 0, BLOCK), zero)
     # Behind this wait nobody multiplies by rows of q or k.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    following = find_item(source, number + WARPGROUPS, maker.stop, WARPGROUPS)
+    following = find_item(source, number + blocks, blocks)
     ahead = describe(source, following)
 
-    @pl.when(following < maker.stop)
+    @pl.when(following < source.items)
     def _():
-        fetch(source, ahead, turn)
+        fetch(source, ahead, scratch)
 
     ahead_strengths = read_strengths(source, ahead)
     turn["sent"].at[0][...] = attend
@@ -260,8 +249,7 @@ def _decayed(scratch, scales, half: int, wide, spare) -> jax.Array:
     q, k = q * growth, k * growth
     q_rows[...] = q.astype(jnp.bfloat16)
     k_rows[...] = k.astype(jnp.bfloat16)
-    if half:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for name, x in ((Q_START, q * start), (K_START, k * -start)):
         sent.at[name][...] = x.astype(jnp.bfloat16)
     scratch["k_end"].at[:, columns][...] = (reached * end).astype(jnp.bfloat16)

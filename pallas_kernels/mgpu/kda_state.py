@@ -30,7 +30,7 @@ _STATE = (COLUMNS, DIM)
 class Work(NamedTuple):
     """The part of a block: its rank among the runs, a head, value columns, the first chunk and the
     one past the last. Chunks write `listed` of the final states and `used` of the `boundaries`;
-    with a single segment the two are None, and `kda_output.fill` finds them."""
+    with a single segment the two are None, and found on the way."""
 
     rank: jax.Array
     head: jax.Array
@@ -54,7 +54,7 @@ def carry(work: Work, table, states, scratch) -> Any:
         return tuple(column[c] for column in columns)
 
     def chunk(c, carried):
-        state, value, done, (mode, length, segment, *rows) = carried
+        state, value, done, used, (mode, length, segment, *rows) = carried
         # A chunk ahead: device memory is slow to answer.
         ahead = read(jnp.minimum(c + 1, work.stop - 1))
 
@@ -74,12 +74,15 @@ def carry(work: Work, table, states, scratch) -> Any:
             def _(target=target, row=row):
                 _write(target.at[row, work.head, :, work.columns], state)
 
-        return state, value, done + some, ahead
+        asked = (rows[1] < work.boundaries).astype(jnp.int32)
+        return state, value, done + some, used + asked, ahead
 
     counts, zero = (final.shape[0], work.boundaries), jnp.int32(0)
     first = read(jnp.minimum(work.first, table.start.shape[0] - 1))
-    start = _zeros(), _value(scratch, zero), zero, first
-    return lax.fori_loop(work.first, work.stop, chunk, start)[2]
+    start = _zeros(), _value(scratch, zero), zero, zero, first
+    *_, done, used, _ = lax.fori_loop(work.first, work.stop, chunk, start)
+    _fill(work, table, initial, final, boundary, used)
+    return done
 
 
 def _started(state, initial, keep, segment, mode, work: Work) -> jax.Array:
@@ -89,6 +92,28 @@ def _started(state, initial, keep, segment, mode, work: Work) -> jax.Array:
     kept = _spread(load(keep.at[work.head], WGMMA.reduce(0)))
     loaded = jnp.where((kept >= 0) & (mode == ZERO), 0.0, loaded)
     return jnp.where((kept > 0) | (mode != MERGE), loaded, state)
+
+
+def _fill(work: Work, table, initial, final, boundary, counted) -> None:
+    """Rows that no chunk writes, the last ones: final states stay the initial ones, boundaries are
+    zeros."""
+    listed, used = work.listed, work.used
+    if used is None:
+        listed = ((table.length[0] > 0) | (table.final[0] < 1)).astype(jnp.int32)
+        used = counted
+    across = final.shape[0]
+
+    @pl.when(work.rank >= listed)
+    def _():
+        source, target = (x.at[work.rank, work.head, :, work.columns] for x in (initial, final))
+        _write(target, _read(source))
+
+    def clear(i, _):
+        row = used + work.rank + i * across
+        _write(boundary.at[row, work.head, :, work.columns], _zeros())
+
+    left = work.boundaries - used - work.rank
+    lax.fori_loop(0, lax.div(jnp.maximum(left, 0) + across - 1, across), clear, None)
 
 
 def _advanced(state, value, length, at, scratch) -> tuple[jax.Array, jax.Array]:

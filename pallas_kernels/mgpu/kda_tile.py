@@ -54,9 +54,7 @@ def own_rows(ref, spare) -> jax.Array:
 
     def own(ctx, ref):
         del ctx
-        warps = arith.constant(ir.IntegerType.get_signless(32), BLOCKS)
-        warp = arith.remui(mgpu.utils.warp_idx(), warps)
-        warp = arith.index_cast(ir.IndexType.get(), warp)
+        warp = arith.index_cast(ir.IndexType.get(), mgpu.utils.warp_idx())
         row = mgpu.FragmentedArray.load_untiled(
             mgpu.memref_slice(ref, warp), layout=mgpu.WGMMA_COL_LAYOUT, optimized=False
         )

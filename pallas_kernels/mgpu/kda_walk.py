@@ -1,44 +1,48 @@
 """The state of KDA walked through the chunks of a batch, on Hopper.
 
-A walker takes one run, head and half of the value columns. Of its three warpgroups the loader
-copies what `kda_prep` left of each chunk, and v, into three rings of slots, once it is ready; one
-carries the state, which is serial (`kda_state`); one makes the outputs from the copies of it that
-are left behind (`kda_output`).
+A block of threads takes one run, head and half of the value columns. A run is the chunks from one
+that starts at zero or at a slot to the last that continues or merges with what it left; runs and
+heads are independent. Of its three warpgroups the loader copies what `kda_prep` left of each
+chunk, and v, into three rings of slots; one carries the state, which is serial (`kda_state`); one
+makes the outputs from the copies of it that are left behind (`kda_output`).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK
+from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ChunkTable
 from pallas_kernels.mgpu import kda_output, kda_state
-from pallas_kernels.mgpu.common import rows, seen
+from pallas_kernels.mgpu.common import rows, seen, visit_chunks
 from pallas_kernels.mgpu.kda_output import STORED
-from pallas_kernels.mgpu.kda_prep import DIM, K_START, Q_START, UPDATE, Prepared
+from pallas_kernels.mgpu.kda_prep import (
+    DIM,
+    K_START,
+    PARAMS,
+    Q_START,
+    UPDATE,
+    Prepared,
+)
 from pallas_kernels.mgpu.kda_state import COLUMNS, COPIES, Work
 from pallas_kernels.mgpu.kda_tile import SWIZZLED
-from pallas_kernels.mgpu.pipeline import Role, Runs, await_ready
 
 LOADER, STATER, OUTPUTTER = range(3)
-"""Warpgroups."""
-_REGISTERS = 40, 240, 160
-"""Of a thread of each."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Slots of what a step of the state reads first and last, and of what the outputs read; `turns`
-    and `lead` of a `pipeline.Plan`."""
+    """Slots of what a step of the state reads first and last, and of what the outputs read; blocks
+    of threads for `kda_prep`, of which two fit into each of 132 multiprocessors."""
 
     start_slots: int = 3
     end_slots: int = 2
     query_slots: int = 2
-    turns: int = 4
-    lead: int = 28
+    prep_blocks: int = 264
 
     @property
     def shared_bytes(self) -> int:
@@ -50,17 +54,92 @@ class Tiling:
         return rings + COPIES * copy + 4 * CHUNK * COLUMNS
 
 
-def part(runs: Runs | None, role: Role, chunks: int, across: int, boundaries: int) -> Work:
-    """Of a walker; those of a head, `across` of them, lie side by side, for they read the same."""
-    head, column = lax.div(role.walker, across), lax.rem(role.walker, across)
-    place = role.run, head, pl.ds(column * COLUMNS, COLUMNS)
-    if runs is None:
-        return Work(*place, 0, chunks, None, None, boundaries)
-    first, stop = runs.first[role.run], runs.stop[role.run]
-    return Work(*place, first, stop, runs.written[0], runs.written[1], boundaries)
+def runs(table: ChunkTable, segments: int, num_boundaries: int) -> jax.Array:
+    """First chunk and the one past the last of every run, the longest first: `[N]` twice; then how
+    many rows of final states and of boundaries some chunk writes. `[2 N + 2]` int32."""
+    begins = (table.start != CONTINUE) & (table.start != MERGE)
+    live = (table.length > 0) | (table.final < segments)
+    order, run = jnp.arange(begins.shape[0]), jnp.arange(segments)
+    number = jnp.sum(begins & (order <= order[:, None]), axis=1)
+    # One reduction for all counts of chunks: each is a kernel.
+    row = jnp.arange(segments + 3)[:, None]
+    written = jnp.where(row > segments + 1, table.boundary < num_boundaries, table.final < segments)
+    counts = jnp.sum(jnp.where(row > segments, written, live & (number <= row)), axis=1)
+    bounds = jnp.stack([counts[:segments], counts[1 : segments + 1]])
+    length = bounds[1] - bounds[0]
+    before = (length > length[:, None]) | ((length == length[:, None]) & (run < run[:, None]))
+    chosen = jnp.sum(before, axis=1) == run[:, None]
+    ranked = jnp.sum(jnp.where(chosen, bounds[:, None], 0), axis=2)
+    return jnp.concatenate([ranked.reshape(-1), counts[segments + 1 :]]).astype(jnp.int32)
 
 
-def shared_memory(tiling: Tiling, interpreted: bool) -> dict[str, Any]:
+def walk(
+    prepared: Prepared,
+    v: jax.Array,
+    initial: jax.Array,
+    keep: jax.Array | None,
+    table: ChunkTable,
+    num_boundaries: int,
+    tiling: Tiling,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o `[T, H, V]`, final and boundary states, see `ops.delta_prefill`.
+
+    v `[T, H, V]` bfloat16; initial `[N, H, 128, V]` float32; keep `[H, 128]` int32.
+    """
+    (tokens, heads, value_dim), segments = v.shape, initial.shape[0]
+    # A single segment is a single run: no kernel has to count before this one.
+    some = () if segments == 1 else (runs(table, segments, num_boundaries),)
+    some = (*some, *(() if keep is None else (keep,)))
+
+    def kda_walk(*refs):
+        *inputs, o, final, boundary = refs
+        prepared, (v, initial), rest = Prepared(*inputs[:3]), inputs[3:5], inputs[5:]
+        table, some = ChunkTable(*rest[: len(ChunkTable._fields)]), rest[len(ChunkTable._fields) :]
+        schedule = None if segments == 1 else some[0]
+        grid = segments, heads, value_dim // COLUMNS
+        work = _work(schedule, grid, table, num_boundaries)
+        states = initial, None if keep is None else some[-1], final, boundary
+        pl.run_scoped(
+            lambda **scratch: _block(work, table, prepared, v, states, o, scratch),
+            **_scratch(tiling, bool(interpret)),
+            collective_axes="warpgroup",
+        )
+
+    shape = jax.ShapeDtypeStruct
+    o, final, boundary = plgpu.kernel(
+        kda_walk,
+        out_type=(
+            shape((tokens, heads, value_dim), jnp.float32),
+            shape(initial.shape, jnp.float32),
+            shape((max(1, num_boundaries), *initial.shape[1:]), jnp.float32),
+        ),
+        grid=(segments * heads * (value_dim // COLUMNS),),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=PARAMS,
+        interpret=interpret,
+        kernel_name="kda_walk",
+    )(*prepared, v, initial, *table, *some)
+    return o, final, boundary[:num_boundaries]
+
+
+def _work(schedule, grid: tuple[int, int, int], table: ChunkTable, boundaries: int) -> Work:
+    segments, heads, across = grid
+    block = lax.axis_index("block")
+    unit = lax.div(block, across)
+    rank, head = lax.div(unit, heads), lax.rem(unit, heads)
+    columns = pl.ds(lax.rem(block, across) * COLUMNS, COLUMNS)
+    if schedule is None:
+        chunks = table.start.shape[0]
+        return Work(rank, head, columns, 0, chunks, None, None, boundaries)
+    first, stop = schedule[rank], schedule[segments + rank]
+    listed, used = schedule[2 * segments], schedule[2 * segments + 1]
+    return Work(rank, head, columns, first, stop, listed, used, boundaries)
+
+
+def _scratch(tiling: Tiling, interpreted: bool) -> dict[str, Any]:
     def operand(*shape: int) -> Any:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
@@ -87,28 +166,25 @@ def shared_memory(tiling: Tiling, interpreted: bool) -> dict[str, Any]:
     return scratch | ({"spare": operand(COLUMNS, DIM)} if interpreted else {})
 
 
-def play(work: Work, table, prepared: Prepared, marks, v, states, o, scratch) -> None:
-    """What a walker does; `states` are initial, keep or None, final, boundary."""
+def _block(work: Work, table, prepared, v, states, o, scratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == LOADER)
     def _():
-        plgpu.set_max_registers(_REGISTERS[LOADER], action="decrease")
-        done = _load_chunks(work, table, prepared, marks, v, scratch)
+        plgpu.set_max_registers(40, action="decrease")
+        done = _load_chunks(work, table, prepared, v, scratch)
         _drain(scratch["starts_free"], done + 1, done)
         _drain(scratch["ends_free"], done, done)
         _drain(scratch["queries_free"], done, done)
 
     @pl.when(warpgroup == STATER)
     def _():
-        plgpu.set_max_registers(_REGISTERS[STATER], action="increase")
+        plgpu.set_max_registers(232, action="increase")
         done = kda_state.carry(work, table, states, scratch)
         _drain(scratch["taken"], done, done)
 
     @pl.when(warpgroup == OUTPUTTER)
     def _():
-        plgpu.set_max_registers(_REGISTERS[OUTPUTTER], action="decrease")
-        kda_output.fill(work, table, states)
         kda_output.emit(work, table, o, scratch)
         kda_output.clear(work, table, o, scratch)
 
@@ -124,9 +200,7 @@ def _drain(barrier: Any, uses: Any, arrivals: Any) -> None:
     lax.fori_loop(jnp.maximum(uses - buffers, 0), arrivals, wait, None)
 
 
-def _load_chunks(work: Work, table, prepared, marks, v, scratch) -> Any:
-    interpreted = "spare" in scratch
-
+def _load_chunks(work: Work, table, prepared, v, scratch) -> Any:
     def load(ring: str, at, copies) -> None:
         slots = scratch[f"{ring}_full"].shape[0]
         slot = lax.rem(at, slots)
@@ -138,7 +212,7 @@ def _load_chunks(work: Work, table, prepared, marks, v, scratch) -> Any:
         for name, source in copies.items():
             target, full = scratch[name], scratch[f"{ring}_full"].at[slot]
             if name == "values":
-                target, _ = seen(target, interpreted)
+                target, _ = seen(target, "spare" in scratch)
             plgpu.copy_gmem_to_smem(source, target.at[slot], full)
 
     def start(chunk, at):
@@ -146,27 +220,13 @@ def _load_chunks(work: Work, table, prepared, marks, v, scratch) -> Any:
         wide, _, decay = (x.at[chunk, work.head] for x in prepared)
         load("starts", at, {"values": values, "k_start": wide.at[K_START], "decay": decay})
 
-    def step(chunk, carried):
-        done, before, ready = carried
-        some = (table.length[chunk] > 0).astype(jnp.int32)
+    def visit(chunk, at):
+        start(chunk, at)
+        wide, attend, _ = (x.at[chunk, work.head] for x in prepared)
+        load("ends", at, {"update": wide.at[UPDATE]})
+        load("queries", at, {"q_start": wide.at[Q_START], "attend": attend})
 
-        def wait(_, ready):
-            return chunk + await_ready(marks, work.head, chunk, interpreted)
-
-        # A loop of one turn or none: a value of a branch.
-        ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
-
-        @pl.when(some > 0)
-        def _():
-            start(chunk, done)
-            wide, attend, _ = (x.at[chunk, work.head] for x in prepared)
-            load("ends", done, {"update": wide.at[UPDATE]})
-            load("queries", done, {"q_start": wide.at[Q_START], "attend": attend})
-
-        return done + some, jnp.where(some > 0, chunk, before), ready
-
-    zero = jnp.int32(0)
-    done, before, _ = lax.fori_loop(work.first, work.stop, step, (zero, zero, zero))
+    done = visit_chunks(work.first, work.stop, table.length, visit)
     # The state reads values a chunk ahead, behind the last one too.
-    start(before, done)
+    start(0, done)
     return done

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 
 HEADS, ROWS = 4, 8
 BUCKET = {"tokens": 1216, "chunks": 32, "boundaries": 24}
-TILINGS = (Tiling(2, 2, 2, turns=1), Tiling(3, 2, 1, turns=7, lead=0), Tiling(1, 1, 1, lead=64))
+TILINGS = (Tiling(2, 2, 2, prep_blocks=8), Tiling(3, 2, 1, prep_blocks=50), Tiling(1, 1, 1))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Hopper kernel of KDA's prefill: interpreted on a CPU, lowered for CUDA at real shapes."""
+"""The Hopper kernels of KDA's prefill: interpreted on a CPU, lowered for CUDA at real shapes."""
 
 import functools
 import os
@@ -12,11 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels as pk
 from pallas_kernels.chunks import ChunkTable
 from pallas_kernels.mgpu import kda_prefill as kernel
-from pallas_kernels.mgpu.kda_walk import Tiling
+from pallas_kernels.mgpu.kda_walk import Tiling, runs
 from tests.kernels import cases, kda_cases
 from tests.kernels.cases import Segment
 
-TIGHT, ROOMY = Tiling(1, 1, 1, turns=2), Tiling(3, 2, 1, turns=1)
+TIGHT, ROOMY = Tiling(1, 1, 1, prep_blocks=2), Tiling(3, 2, 1)
 BUCKET = {"tokens": 160, "chunks": 9, "boundaries": 4}
 # What lies on the other side of a diagonal overflows, and is selected away.
 pytestmark = [
@@ -87,6 +87,24 @@ def test_every_regime_stays_near_the_recurrence(regime):
     kda_cases.assert_right(interpreted(b, ROOMY), b, tolerance)
 
 
+def test_runs_begin_where_no_state_comes_from_before():
+    modes = [pk.SLOT, pk.MERGE, pk.ZERO, pk.SLOT]
+    table = pk.chunk_table(
+        [130, 0, 64, 0],
+        [0, 64, 64, 0],
+        modes,
+        [],
+        num_tokens=256,
+        num_segments=6,
+        num_chunks=9,
+        num_boundaries=0,
+    )
+    first, stop, counts = np.split(runs(ChunkTable(*map(jnp.asarray, table)), 6, 0), (6, 12))
+    assert first.tolist() == [0, 4, 5, 6, 6, 6]
+    assert stop.tolist() == [4, 5, 6, 6, 6, 6]
+    assert counts.tolist() == [4, 0]
+
+
 def specs(tokens, segments, boundaries, heads=32):
     spec = jax.ShapeDtypeStruct
     x = spec((tokens, heads, 128), jnp.bfloat16)
@@ -101,11 +119,11 @@ def specs(tokens, segments, boundaries, heads=32):
     ("tokens", "segments"),
     [(1024, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 1), (16384, 8)))],
 )
-def test_real_shapes_lower_for_cuda_into_one_kernel(tokens, segments):
+def test_real_shapes_lower_for_cuda_into_two_kernels(tokens, segments):
     *args, boundaries = specs(tokens, segments, 4)
     run = functools.partial(kernel.prefill, num_boundaries=boundaries)
     text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("custom_call @mosaic_gpu") == 2
 
 
 def test_tilings_fit_into_shared_memory():
