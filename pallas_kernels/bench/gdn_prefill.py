@@ -8,8 +8,15 @@ from pallas_kernels.mgpu import gdn_prefill as kernel
 from pallas_kernels.mgpu.gdn_work import Tiling
 
 TILINGS = {
-    f"slots={t.key_slots}+{t.query_slots},columns={64 * t.staters},lead={t.lead}": t
-    for t in (Tiling(3, 2, 1, 1), Tiling(3, 2, 1, 1, 24), Tiling(2, 1, 1, 2), Tiling(2, 1, 1, 2, 64))
+    f"slots={t.key_slots}+{t.query_slots},columns={64 * t.staters},launches={2 - t.together}": t
+    for t in (
+        Tiling(3, 2, 1, 1, True),
+        Tiling(3, 2, 1, 1, False),
+        Tiling(2, 2, 1, 2, True),
+        Tiling(2, 2, 1, 2, False),
+        Tiling(3, 1, 1, 2, False),
+        Tiling(3, 3, 1, 1, True),
+    )
 }
 GDN = delta_prefill.Kind("gdn_prefill", 16, 153e3, -3.0, kernel.prefill, TILINGS)
 

@@ -1,5 +1,7 @@
 """The output of the GDN walk: one warpgroup makes and stores it behind the state, `gdn_walk`."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -7,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
 from pallas_kernels.mgpu.common import seen, store_rows
-from pallas_kernels.mgpu.gdn_tiles import BY_ROW, KEY, WGMMA, along, load, multiply
+from pallas_kernels.mgpu.gdn_tiles import BY_ROW, HALF, SQUARE, WGMMA, along, load, multiply
 from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
 
 
@@ -55,17 +57,21 @@ def _store(w: Work, stater: int, copied, start, count) -> None:
 def fill(w: Work) -> None:
     """States that no chunk writes: final ones stay the initial ones, boundaries are zeros."""
     initial, final, boundary = (w.arrays[name] for name in ("initial", "final", "boundary"))
-    columns = pl.ds(w.column, w.tiling.staters * COLUMNS)
-    shape = KEY, w.tiling.staters * COLUMNS
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=4)
+    layout = plgpu.Layout.WG_STRIDED(SQUARE, vec_size=4)
     listed, used = w.listed, w.used
     if listed is None:
         listed = ((w.table.length[0] > 0) | (w.table.final[0] < 1)).astype(jnp.int32)
 
+    def tiles(state, row) -> list[Any]:
+        channels = (pl.ds(h * HALF, HALF) for h in HALVES)
+        return [
+            state.at[row, w.head, k, w.columns(n)] for k in channels for n in range(w.tiling.staters)
+        ]
+
     @pl.when(w.rank >= listed)
     def _():
-        source, target = (x.at[w.rank, w.head, :, columns] for x in (initial, final))
-        target[...] = load(source, layout)
+        for source, target in zip(tiles(initial, w.rank), tiles(final, w.rank), strict=True):
+            target[...] = load(source, layout)
 
     if not w.num_boundaries:
         return
@@ -79,8 +85,8 @@ def fill(w: Work) -> None:
     def clear(row, _):
         @pl.when(lax.rem(row, final.shape[0]) == w.rank)
         def _():
-            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-            boundary.at[row, w.head, :, columns][...] = zeros
+            for tile in tiles(boundary, row):
+                tile[...] = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), layout)
 
     lax.fori_loop(used, w.num_boundaries, clear, None)
 

@@ -1,6 +1,8 @@
 """Chunked prefill of the gated delta rule with one decay a head, on Hopper: a launch whose makers
 (`gdn_within`) take all chunks side by side and whose walkers (`gdn_walk`) take them in order."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +18,19 @@ from pallas_kernels.mgpu.gdn_tiles import GROUP, KEY, PARAMS
 from pallas_kernels.mgpu.gdn_walk import part, play
 from pallas_kernels.mgpu.gdn_within import WARPGROUPS, Within, make
 from pallas_kernels.mgpu.gdn_work import COLUMNS, Shared, Tiling, Work, shared_memory
-from pallas_kernels.mgpu.pipeline import Plan, Runs, multiprocessors, new_marks, role, runs
+from pallas_kernels.mgpu.pipeline import (
+    Plan,
+    Role,
+    Runs,
+    multiprocessors,
+    new_marks,
+    role,
+    runs,
+)
 from pallas_kernels.walk import DeltaOut
+_COLUMNS = [f"table.{name}" for name in ChunkTable._fields]
+"""Of the table among the arrays of a launch."""
+
 
 def default_tiling(segments: int, heads: int, width: int) -> Tiling:
     """Walkers of 64 columns while they leave makers half of the multiprocessors; beyond, staters in
@@ -89,19 +102,20 @@ def prefill(
     g, beta = (jnp.pad(x, ((0, missing), (0, 0))) for x in (g, beta))
     missing = CHUNK if interpret else missing
     q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-    o, final, boundary = _launch(
-        (q, k, g, beta), v, initial, kept, table, num_boundaries, tiling, interpret
-    )
-    return DeltaOut(o[:tokens], final, boundary[:num_boundaries])
-
-
-def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling, interpret: Any):
-    """o `[max(T, 64), H, V]`, final and boundary states."""
-    (tokens, heads, width), key_heads = v.shape, inputs[1].shape[1]
+    operands = {"q": q, "k": k, "g": g, "beta": beta} | dict(zip(_COLUMNS, table, strict=True))
     segments, chunks = initial.shape[0], table.token.shape[0]
+    walked = {"v": v, "initial": initial} | ({} if kept is None else {"keep": kept})
+    if segments > 1:
+        walked |= runs(table, segments, num_boundaries)._asdict()
+    made = gdn_within.shapes(chunks, heads)._asdict()
+    out = {
+        "o": jax.ShapeDtypeStruct((max(tokens, CHUNK), heads, width), jnp.float32),
+        "final": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+        "boundary": jax.ShapeDtypeStruct((max(1, num_boundaries), *initial.shape[1:]), jnp.float32),
+    }
     plan = Plan(
         chunks=chunks,
-        heads=key_heads,
+        heads=q.shape[1],
         side=WARPGROUPS,
         turns=1,
         walkers=heads * width // (COLUMNS * tiling.staters),
@@ -109,58 +123,85 @@ def _launch(inputs, v, initial, keep, table, num_boundaries: int, tiling: Tiling
         sms=multiprocessors(),
         lead=tiling.lead,
     )
-    found = () if segments == 1 else runs(table, segments, num_boundaries)
-    marks = jax.new_ref(new_marks(chunks, key_heads))
-    kept = () if keep is None else (keep,)
-    names = ("v", "initial", *(["keep"] if kept else []), "o", "final", "boundary")
+    launch = partial(_launch, plan, tiling, num_boundaries, interpret)
+    if tiling.together:
+        marks = {"marks": jax.new_ref(new_marks(chunks, q.shape[1]))}
+        o, final, boundary, *_ = launch(_either, plan.blocks, operands | walked | marks, out | made)
+    else:
+        local = launch(_maker, plan.makers, operands, made)
+        ready = dict(zip(made, local, strict=True))
+        blocks = plan.walkers * plan.runs
+        o, final, boundary = launch(_walker, blocks, operands | walked | ready, out)
+    return DeltaOut(o[:tokens], final, boundary[:num_boundaries])
 
-    def block(*refs):
-        inputs, refs = refs[:4], refs[4:]
-        table, refs = ChunkTable(*refs[:8]), refs[8:]
-        ordered, (marks, *rest) = Runs(*refs[:3]) if found else None, refs[len(found) :]
-        arrays, local = dict(zip(names, rest[:-3], strict=True)), Within(*rest[-3:])
+
+def _either(plan: Plan, found: Runs | None, block: Any) -> Role:
+    return role(plan, found, block)
+
+
+def _maker(plan: Plan, found: Runs | None, block: Any) -> Role:
+    return Role(False, block, None, None)
+
+
+def _walker(plan: Plan, found: Runs | None, block: Any) -> Role:
+    return Role(True, None, lax.div(block, plan.walkers), lax.rem(block, plan.walkers))
+
+
+def _launch(
+    plan: Plan,
+    tiling: Tiling,
+    num_boundaries: int,
+    interpret: Any,
+    cast: Callable[[Plan, Runs | None, Any], Role],
+    blocks: int,
+    operands: dict[str, Any],
+    out: dict[str, Any],
+) -> list[jax.Array]:
+    """`out` as `blocks` make it whose roles `cast` gives."""
+
+    def body(*refs):
+        arrays = dict(zip((*operands, *out), refs, strict=True))
+        found = Runs(*map(arrays.get, Runs._fields)) if "written" in arrays else None
+        mine = cast(plan, found, lax.axis_index("block"))
         shared = Shared(
-            table,
-            local,
-            marks,
-            arrays | dict(zip("qk", inputs, strict=False)),
+            ChunkTable(*map(arrays.get, _COLUMNS)),
+            Within(*map(arrays.get, Within._fields)),
+            arrays.get("marks"),
+            arrays,
             num_boundaries,
             tiling,
             interpret,
         )
-        mine = role(plan, ordered, lax.axis_index("block"))
 
-        @pl.when(mine.walks)
-        def _():
-            own = part(shared, ordered, mine)
+        def walk():
+            own = part(shared, found, mine)
             pl.run_scoped(
                 lambda **scratch: play(Work(*own, shared, scratch)),
                 **shared_memory(tiling, interpret),
                 collective_axes="warpgroup",
             )
 
-        @pl.when(~mine.walks)
-        def _():
+        def make_ready():
             pl.run_scoped(
-                lambda **scratch: make(plan.items(mine.maker), inputs, shared, scratch),
+                lambda **scratch: make(plan.items(mine.maker), shared, scratch),
                 **gdn_within.shared_memory(interpret),
                 collective_axes="warpgroup",
             )
 
-    o, final, boundary, *_ = plgpu.kernel(
-        block,
-        out_type=(
-            jax.ShapeDtypeStruct((max(tokens, CHUNK), heads, width), jnp.float32),
-            jax.ShapeDtypeStruct(initial.shape, jnp.float32),
-            jax.ShapeDtypeStruct((max(1, num_boundaries), *initial.shape[1:]), jnp.float32),
-            *gdn_within.shapes(chunks, heads),
-        ),
-        grid=(plan.blocks,),
+        if isinstance(mine.walks, bool):
+            (walk if mine.walks else make_ready)()
+        else:
+            pl.when(mine.walks)(walk)
+            pl.when(~mine.walks)(make_ready)
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out.values()),
+        grid=(blocks,),
         grid_names=("block",),
-        num_threads=2 + tiling.staters,
+        num_threads=WARPGROUPS if cast is _maker else 2 + tiling.staters,
         thread_name="warpgroup",
         compiler_params=PARAMS,
         interpret=interpret,
         kernel_name="gdn_prefill",
-    )(*inputs, *table, *found, marks, v, initial, *kept)
-    return o, final, boundary
+    )(*operands.values())

@@ -123,8 +123,9 @@ def _load_chunks(w: Work) -> Any:
         def wait(_, ready):
             return chunk + await_ready(w.shared.marks, key_head, chunk, w.interpret)
 
-        # A loop of one turn or none: a value of a branch.
-        ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
+        if w.shared.marks is not None:
+            # A loop of one turn or none: a value of a branch.
+            ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
 
         @pl.when(some > 0)
         def _():

@@ -78,10 +78,10 @@ def shared_memory(interpret: Any) -> dict[str, Any]:
     }
 
 
-def make(span: tuple[Any, Any], inputs, shared, scratch) -> None:
+def make(span: tuple[Any, Any], shared, scratch) -> None:
     """What a warpgroup of a maker does: one of the items from the first of `span` to before the
-    second, if there is one left for it. `inputs` are q and k `[T, Hk, 128]` bfloat16, raw, g and
-    beta `[T, H]`; T >= 64; `shared` is a `gdn_work.Shared`."""
+    second, if there is one left for it. `shared` is a `gdn_work.Shared`; T >= 64."""
+    inputs = [shared.arrays[name] for name in ("q", "k", "g", "beta")]
     warpgroup, heads = lax.axis_index("warpgroup"), inputs[1].shape[1]
     idle, item = lax.axis_size("warpgroup") - WARPGROUPS, span[0] + warpgroup
     copied, tiles = seen(scratch.pop("raw"), shared.interpret)
@@ -97,7 +97,8 @@ def make(span: tuple[Any, Any], inputs, shared, scratch) -> None:
         own |= {"copied": copied.at[warpgroup], "raw": tiles.at[warpgroup]}
         chunk, head = lax.div(item, heads), lax.rem(item, heads)
         _chunk(inputs, shared.table, shared.local, chunk, head, own, shared.interpret)
-        publish(shared.marks, head, chunk, shared.interpret)
+        if shared.marks is not None:
+            publish(shared.marks, head, chunk, shared.interpret)
 
 
 def _chunk(inputs, table, out, chunk, head, scratch, interpret):

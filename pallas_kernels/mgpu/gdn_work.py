@@ -26,18 +26,19 @@ _KEY_SIDE, _QUERY_SIDE = 4, 4  # copies a slot of each ring takes, those of v ap
 class Tiling:
     """Slots of what the staters, at least two, and the outputter read; bfloat16 parts, 1 or 2, in
     which the state takes U; staters of a block of threads, which share what does not depend on the
-    column; `lead` of a `pipeline.Plan`."""
+    column; whether makers and walkers are in one launch; `lead` of its `pipeline.Plan`."""
 
     key_slots: int = 3
     query_slots: int = 2
     parts: int = 1
     staters: int = 1
+    together: bool = True
     lead: int = 0
 
 
 class Shared(NamedTuple):
-    """References to a `ChunkTable`, a `Within`, its marks and the other arrays by name; the rest as
-    in `gdn_prefill`."""
+    """References to a `ChunkTable`, a `Within`, its marks, or None where it is ready, and all arrays
+    by name; the rest as in `gdn_prefill`."""
 
     table: Any
     local: Any
