@@ -19,7 +19,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     (r"MoE\.|FeedForward\.", "shared expert and dense feed-forward"),
     (r"paged_attention|attend|attention|mla", "attention"),
     (r"PagedMixer\.|LatentAttention\.|GatedAttention\.", "attention projections"),
-    (r"delta_|kda_prep|kda_walk|gdn_walk|gdn_within", "delta rule"),
+    (r"delta_|kda_prep|kda_walk|gdn_prefill", "delta rule"),
     (r"short_conv|next_windows|conv_windows", "short convolution"),
     (r"Linear\..*DeltaMixer\.", "delta projections"),
     (r"DeltaMixer\.", "delta gates and norms"),

@@ -8,15 +8,8 @@ from pallas_kernels.mgpu import gdn_prefill as kernel
 from pallas_kernels.mgpu.gdn_work import Tiling
 
 TILINGS = {
-    f"slots={t.key_slots}+{t.query_slots},columns={64 * t.staters},launches={2 - t.together}": t
-    for t in (
-        Tiling(3, 2, 1, 1, True),
-        Tiling(3, 2, 1, 1, False),
-        Tiling(2, 2, 1, 2, True),
-        Tiling(2, 2, 1, 2, False),
-        Tiling(3, 1, 1, 2, False),
-        Tiling(3, 3, 1, 1, True),
-    )
+    f"slots={t.key_slots}+{t.query_slots},parts={t.parts}": t
+    for t in (Tiling(3, 2, 2), Tiling(2, 3, 1), Tiling(4, 1, 1))
 }
 GDN = delta_prefill.Kind("gdn_prefill", 16, 153e3, -3.0, kernel.prefill, TILINGS)
 

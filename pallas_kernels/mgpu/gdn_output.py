@@ -14,44 +14,34 @@ from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, STORED, Work
 
 
 def emit(w: Work, chunk, at) -> None:
-    s, slot = w.scratch, lax.rem(at, w.tiling.query_slots)
+    s, slot, buffer = w.scratch, lax.rem(at, w.tiling.query_slots), lax.rem(at, 2)
+    q = [seen(s["q"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
+    state, update = s["state"].at[buffer], s["update"].at[buffer]
     # Before the waits: device memory is slow to answer.
     start, count = w.table.token[chunk], w.table.length[chunk]
     plgpu.barrier_wait(s["queries_full"].at[slot])
-    for stater in range(w.tiling.staters):
-        out = _product(w, stater, slot, lax.rem(at, 2))
-        if stater == w.tiling.staters - 1:
-            plgpu.barrier_arrive(s["queries_free"].at[slot])
-        copied, tiles = seen(s["out"], w.interpret)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
-        for n in range(COLUMNS // STORED):
-            tiles.at[n][...] = out[:, n * STORED : (n + 1) * STORED]
-        plgpu.commit_smem()
-        _store(w, stater, copied, start, count)
-
-
-def _product(w: Work, stater: int, slot, buffer):
-    """O of a stater's columns. The state comes long before the update of the chunk."""
-    s, update_slot = w.scratch, 2 * stater + buffer
-    q = [seen(s["q"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
-    state, update = s["state"].at[stater], s["update"].at[stater, buffer]
-    plgpu.barrier_wait(s["state_full"].at[stater])
-    known, scale = multiply(
+    plgpu.barrier_wait(s["handed"].at[buffer])
+    known, new, scale = multiply(
         [None, *((x, state.at[h].T) for h, x in zip(HALVES, q, strict=True))],
+        [None, (s["attend"].at[slot], update.T)],
         interpret=w.interpret,
         meanwhile=lambda: load(s["query_vector"].at[slot], BY_ROW),
     )
-    plgpu.barrier_arrive(s["state_free"].at[stater])
-    known = known * along(scale, 0)
-    plgpu.barrier_wait(s["update_full"].at[update_slot])
-    out, _ = multiply([known, (s["attend"].at[slot], update.T)], interpret=w.interpret)
-    plgpu.barrier_arrive(s["update_free"].at[update_slot])
-    return out
+    plgpu.barrier_arrive(s["taken"].at[buffer])
+    plgpu.barrier_arrive(s["queries_free"].at[slot])
+    copied = _stage(w, known * along(scale, 0) + new)
+    store_rows(copied, w.arrays["o"].at[:, w.head, w.columns], start, count)
 
 
-def _store(w: Work, stater: int, copied, start, count) -> None:
-    store_rows(copied, w.arrays["o"].at[:, w.head, w.columns(stater)], start, count)
+def _stage(w: Work, out):
+    """Put an output where copies to device memory read it."""
+    copied, tiles = seen(w.scratch["out"], w.interpret)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    for n in range(COLUMNS // STORED):
+        tiles.at[n][...] = out[:, n * STORED : (n + 1) * STORED]
+    plgpu.commit_smem()
+    return copied
 
 
 def fill(w: Work) -> None:
@@ -63,10 +53,7 @@ def fill(w: Work) -> None:
         listed = ((w.table.length[0] > 0) | (w.table.final[0] < 1)).astype(jnp.int32)
 
     def tiles(state, row) -> list[Any]:
-        channels = (pl.ds(h * HALF, HALF) for h in HALVES)
-        return [
-            state.at[row, w.head, k, w.columns(n)] for k in channels for n in range(w.tiling.staters)
-        ]
+        return [state.at[row, w.head, pl.ds(h * HALF, HALF), w.columns] for h in HALVES]
 
     @pl.when(w.rank >= listed)
     def _():
@@ -97,18 +84,12 @@ def clear(w: Work) -> None:
     first = w.table.cu_seqlens[segments]
     tokens = min(w.arrays["v"].shape[0], w.arrays["o"].shape[0])
     pieces = lax.div(jnp.maximum(tokens - first, 0) + (CHUNK - 1), CHUNK)
-    copied, tiles = seen(w.scratch["out"], w.interpret)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.commit_smem()
-    zeros = plgpu.layout_cast(jnp.zeros((CHUNK, STORED), jnp.float32), WGMMA)
-    for n in range(COLUMNS // STORED):
-        tiles.at[n][...] = zeros
-    plgpu.commit_smem()
+    copied = _stage(w, plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WGMMA))
 
     def clear(i, _):
         start = first + (w.rank + i * segments) * CHUNK
-        for stater in range(w.tiling.staters):
-            _store(w, stater, copied, start, jnp.minimum(tokens - start, CHUNK))
+        target = w.arrays["o"].at[:, w.head, w.columns]
+        store_rows(copied, target, start, jnp.minimum(tokens - start, CHUNK))
 
     mine = lax.div(pieces - w.rank + (segments - 1), segments)
     lax.fori_loop(0, mine, clear, None)

@@ -24,21 +24,18 @@ from pallas_kernels.mgpu.gdn_within import ERASE, OVER, STRENGTH, TO_END
 from pallas_kernels.mgpu.gdn_work import HALVES, Work
 
 
-def carry(w: Work, stater: Any) -> Any:
-    """Walk the state of a stater's columns, `[V, K]` in two halves of K, through the run; how many
-    chunks had tokens."""
+def carry(w: Work) -> Any:
+    """Walk the state, `[V, K]` in two halves of K, through the run; how many chunks had tokens."""
     initial, final, boundary = (w.arrays[x] for x in ("initial", "final", "boundary"))
     counts = final.shape[0], w.num_boundaries
 
     def store(target, row, state):
         for h, x in zip(HALVES, state, strict=True):
-            tile = target.at[row, w.head, pl.ds(h * HALF, HALF), w.columns(stater)]
+            tile = target.at[row, w.head, pl.ds(h * HALF, HALF), w.columns]
             tile.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
     def start(segment, mode, state):
-        return [
-            _started(w, stater, segment, mode, h, x) for h, x in zip(HALVES, state, strict=True)
-        ]
+        return [_started(w, segment, mode, h, x) for h, x in zip(HALVES, state, strict=True)]
 
     def read(chunk):
         columns = ("start", "length", "segment", "final", "boundary")
@@ -51,7 +48,7 @@ def carry(w: Work, stater: Any) -> Any:
 
         def advance(_, carry):
             state, values, _ = carry
-            return _advance(w, stater, state, values, length, done, lambda: read(following))
+            return _advance(w, state, values, length, done, lambda: read(following))
 
         # Loops of one turn or none: values of a branch.
         some, begins = (x.astype(jnp.int32) for x in (length > 0, mode != CONTINUE))
@@ -73,10 +70,10 @@ def carry(w: Work, stater: Any) -> Any:
     return lax.fori_loop(w.first, w.stop, chunk, carry)[2]
 
 
-def _started(w: Work, stater, segment, mode, half: int, state):
+def _started(w: Work, segment, mode, half: int, state):
     """A half of the state at the start of a segment; before it, `state`."""
     channels = pl.ds(half * HALF, HALF)
-    tile = w.arrays["initial"].at[segment, w.head, channels, w.columns(stater)]
+    tile = w.arrays["initial"].at[segment, w.head, channels, w.columns]
     loaded = load(tile.T, plgpu.Layout.WGMMA_TRANSPOSED)
     loaded = plgpu.layout_cast(loaded, WGMMA)
     if "keep" in w.arrays:
@@ -85,7 +82,7 @@ def _started(w: Work, stater, segment, mode, half: int, state):
     return jnp.where((mode == MERGE) | (mode == SLOT), loaded, 0.0)
 
 
-def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]):
+def _advance(w: Work, state, values, length, at, read: Callable[[], Any]):
     """The state behind a chunk, the values of the next one and its row of the table, from `read`;
     leaves what the outputter needs.
 
@@ -93,22 +90,19 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
     """
     s, slot, buffer = w.scratch, lax.rem(at, w.tiling.key_slots), lax.rem(at, 2)
     k = [seen(s["k"], w.interpret)[1].at[2 * slot + h] for h in HALVES]
-    solve, update_slot = s["solve"].at[slot], 2 * stater + buffer
-    vectors = s["key_vectors"].at[slot]
+    solve, vectors = s["solve"].at[slot], s["key_vectors"].at[slot]
     rounded = [x.astype(jnp.bfloat16) for x in state]
     first = (at == 0).astype(jnp.int32)
-    values = lax.fori_loop(0, first, lambda *_: _values(w, stater, 0), values)
+    values = lax.fori_loop(0, first, lambda *_: _values(w, 0), values)
     _zero_past(length, k)
 
     def hand_state():
-        @pl.when(at >= 1)
+        @pl.when(at >= 2)
         def _():
-            plgpu.barrier_wait(s["state_free"].at[stater])
+            plgpu.barrier_wait(s["taken"].at[buffer])
 
         for h, x in zip(HALVES, rounded, strict=True):
-            s["state"].at[stater, h][...] = x
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(s["state_full"].at[stater])
+            s["state"].at[buffer, h][...] = x
         return _scaled(values, vectors, length), load(vectors.at[ERASE], BY_COLUMN)
 
     known = [None, *((x, y.T) for x, y in zip(rounded, k, strict=True))]
@@ -129,14 +123,10 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
         rest = rest - parts[-1].astype(jnp.float32)
 
     def hand_update():
-        @pl.when(at >= 2)
-        def _():
-            plgpu.barrier_wait(s["update_free"].at[update_slot])
-
-        s["update"].at[stater, buffer][...] = update.astype(jnp.bfloat16)
+        s["update"].at[buffer][...] = update.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(s["update_full"].at[update_slot])
-        return _values(w, stater, at + 1)
+        plgpu.barrier_arrive(s["handed"].at[buffer])
+        return _values(w, at + 1)
 
     sums = [[x, *((part, y) for part in parts)] for x, y in zip(decayed, k, strict=True)]
     *state, values = multiply(*sums, interpret=w.interpret, meanwhile=hand_update)
@@ -144,11 +134,11 @@ def _advance(w: Work, stater, state, values, length, at, read: Callable[[], Any]
     return state, values, row
 
 
-def _values(w: Work, stater, at):
+def _values(w: Work, at):
     """V^T of a chunk, once its copies are there. The loader brings one more than there are."""
     s, slot = w.scratch, lax.rem(at, w.tiling.key_slots)
     plgpu.barrier_wait(s["keys_full"].at[slot])
-    v = seen(s["v"], w.interpret)[1].at[slot * w.tiling.staters + stater]
+    v = seen(s["v"], w.interpret)[1].at[slot]
     return load(v.T, WGMMA)
 
 

@@ -2,7 +2,7 @@
 
 `gdn_within` leaves what the tokens of a chunk are to each other (T - I, P); here a block of threads
 walks the chunks of a run, which is a segment and those that merge with it, for one value head and
-64 or 128 value columns:
+64 value columns, behind those that make them ready (`pipeline`):
 
     X = beta (V - exp(G) K^ S);    U = X + (T - I) X;    O = exp(G) Q^ S + P U
     S <- exp(G_last) S + K^^T (exp(G_last - G) U)
@@ -10,10 +10,9 @@ walks the chunks of a run, which is a segment and those that merge with it, for 
 with K^, Q^ the normalised keys and queries, whose norms are in the factors. Of its warpgroups
 
 - the loader copies the operands of chunks into two rings of slots;
-- a stater, or two with 64 columns each, makes X, U and S transposed, a value column a row, so that
-  what one product leaves in registers is an operand of the next one: nothing between two chunks
-  waits for shared memory;
-- the outputter makes O from the bfloat16 copies of S and U that the staters leave it in shared
+- the stater makes X, U and S transposed, a value column a row, so that what one product leaves in
+  registers is an operand of the next one: nothing between two chunks waits for shared memory;
+- the outputter makes O from the bfloat16 copies of S and U that the stater leaves it in shared
   memory, up to two chunks behind.
 """
 
@@ -35,46 +34,44 @@ from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, Shared, Work, drain, v
 from pallas_kernels.mgpu.pipeline import Role, Runs, await_ready
 
 LOADER, OUTPUTTER, STATER = range(3)
-"""Warpgroups; staters are the last."""
-_REGISTERS = {1: (40, 160, 240), 2: (24, 104, 192)}
-"""Of a thread of each, by the number of staters."""
+_REGISTERS = 40, 160, 240
 
 
-def part(shared: Shared, runs: Runs | None, role: Role) -> tuple[Any, ...]:
-    """The first fields of a walker's `Work`; the walkers of a head's columns lie side by side, for
-    they read the same."""
-    across = shared.arrays["v"].shape[2] // (COLUMNS * shared.tiling.staters)
+def part(shared: Shared, runs: Runs | None, role: Role) -> Work:
+    """The work of a walker, without memory; those of a head's columns lie side by side, for they
+    read the same."""
+    across = shared.arrays["v"].shape[2] // COLUMNS
     head, column = lax.div(role.walker, across), lax.rem(role.walker, across)
-    place = role.run, head, column * COLUMNS * shared.tiling.staters
     if runs is None:
-        return *place, 0, shared.table.token.shape[0], None, None
-    run = (runs.first[role.run], runs.stop[role.run])
-    return *place, *run, runs.written[0], runs.written[1]
+        run = 0, shared.table.token.shape[0], None, None
+    else:
+        run = runs.first[role.run], runs.stop[role.run], runs.counts[0], runs.counts[1]
+    return Work(role.run, head, pl.ds(column * COLUMNS, COLUMNS), *run, shared, {})
 
 
-def play(w: Work) -> None:
+def walk(w: Work) -> None:
     """What a walker does."""
     warpgroup = lax.axis_index("warpgroup")
-    registers = _REGISTERS[w.tiling.staters]
+    if w.interpret:
+        # Else all that makers wrote races with us: the interpreter knows nothing of marks.
+        plgpu.barrier_arrive(w.scratch["begun"])
+        plgpu.barrier_wait(w.scratch["begun"])
 
     @pl.when(warpgroup == LOADER)
     def _():
-        plgpu.set_max_registers(registers[LOADER], action="decrease")
+        plgpu.set_max_registers(_REGISTERS[LOADER], action="decrease")
         done = _load_chunks(w)
         drain(w.scratch["keys_free"], done, w.tiling.key_slots, begun=done + 1)
         drain(w.scratch["queries_free"], done, w.tiling.query_slots)
 
-    @pl.when(warpgroup >= STATER)
+    @pl.when(warpgroup == STATER)
     def _():
-        plgpu.set_max_registers(registers[STATER], action="increase")
-        stater = warpgroup - STATER
-        done = carry(w, stater)
-        drain(w.scratch["state_free"], done, 1, stater)
-        drain(w.scratch["update_free"], done, 2, 2 * stater)
+        plgpu.set_max_registers(_REGISTERS[STATER], action="increase")
+        drain(w.scratch["taken"], carry(w), 2)
 
     @pl.when(warpgroup == OUTPUTTER)
     def _():
-        plgpu.set_max_registers(registers[OUTPUTTER], action="decrease")
+        plgpu.set_max_registers(_REGISTERS[OUTPUTTER], action="decrease")
         fill(w)
         visit(w, partial(emit, w))
         clear(w)
@@ -103,8 +100,7 @@ def _load_chunks(w: Work) -> Any:
         local = [x.at[chunk, w.head] for x in (w.local.solve, w.local.vectors)]
         for h in HALVES:
             copy_rows("k", chunk, 2 * slot + h, full, key_head, pl.ds(h * HALF, HALF))
-        for n in range(w.tiling.staters):
-            copy_rows("v", chunk, slot * w.tiling.staters + n, full, w.head, w.columns(n))
+        copy_rows("v", chunk, slot, full, w.head, w.columns)
         plgpu.copy_gmem_to_smem(local[1].at[pl.ds(0, QUERY)], s["key_vectors"].at[slot], full)
         plgpu.copy_gmem_to_smem(local[0], s["solve"].at[slot], full)
 
@@ -121,11 +117,10 @@ def _load_chunks(w: Work) -> Any:
         some = (w.table.length[chunk] > 0).astype(jnp.int32)
 
         def wait(_, ready):
-            return chunk + await_ready(w.shared.marks, key_head, chunk, w.interpret)
+            return chunk + await_ready(arrays["marks"], key_head, chunk, w.interpret)
 
-        if w.shared.marks is not None:
-            # A loop of one turn or none: a value of a branch.
-            ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
+        # A loop of one turn or none: a value of a branch.
+        ready = lax.fori_loop(0, some * (chunk >= ready).astype(jnp.int32), wait, ready)
 
         @pl.when(some > 0)
         def _():

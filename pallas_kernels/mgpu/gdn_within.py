@@ -48,6 +48,7 @@ LEAST_DECAY = -90.0
 WARPGROUPS = 3
 """Of a block of threads, each with a chunk and key head of its own: as many as share the registers
 of a multiprocessor without spilling."""
+REGISTERS = 168
 LOG2E = math.log2(math.e)
 
 
@@ -78,32 +79,27 @@ def shared_memory(interpret: Any) -> dict[str, Any]:
     }
 
 
-def make(span: tuple[Any, Any], shared, scratch) -> None:
-    """What a warpgroup of a maker does: one of the items from the first of `span` to before the
-    second, if there is one left for it. `shared` is a `gdn_work.Shared`; T >= 64."""
-    inputs = [shared.arrays[name] for name in ("q", "k", "g", "beta")]
-    warpgroup, heads = lax.axis_index("warpgroup"), inputs[1].shape[1]
-    idle, item = lax.axis_size("warpgroup") - WARPGROUPS, span[0] + warpgroup
+def make(maker, shared, scratch) -> None:
+    """What a warpgroup of a maker does: an item, if there is one left for it. `shared` is a
+    `gdn_work.Shared`; T >= 64."""
+    warpgroup, heads = lax.axis_index("warpgroup"), shared.arrays["k"].shape[1]
+    item, items = maker * WARPGROUPS + warpgroup, shared.table.token.shape[0] * heads
     copied, tiles = seen(scratch.pop("raw"), shared.interpret)
 
-    @pl.when(warpgroup >= WARPGROUPS)
+    @pl.when(item < items)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
-
-    @pl.when((warpgroup < WARPGROUPS) & (item < span[1]))
-    def _():
-        plgpu.set_max_registers(160 if idle else 168, action="increase")
+        # As many as it has: else the compiler ignores what walkers ask for.
+        plgpu.set_max_registers(REGISTERS, action="increase")
         own = {name: x.at[warpgroup] for name, x in scratch.items()}
         own |= {"copied": copied.at[warpgroup], "raw": tiles.at[warpgroup]}
         chunk, head = lax.div(item, heads), lax.rem(item, heads)
-        _chunk(inputs, shared.table, shared.local, chunk, head, own, shared.interpret)
-        if shared.marks is not None:
-            publish(shared.marks, head, chunk, shared.interpret)
+        _chunk(shared, chunk, head, own)
+        publish(shared.arrays["marks"], head, chunk, shared.interpret)
 
 
-def _chunk(inputs, table, out, chunk, head, scratch, interpret):
-    q, k, g, beta = inputs
-    count, token = table.length[chunk], table.token[chunk]
+def _chunk(shared, chunk, head, scratch):
+    q, k, g, beta = (shared.arrays[name] for name in ("q", "k", "g", "beta"))
+    count, token = shared.table.length[chunk], shared.table.token[chunk]
 
     @pl.when(count > 0)
     def _():
@@ -112,8 +108,9 @@ def _chunk(inputs, table, out, chunk, head, scratch, interpret):
             plgpu.copy_gmem_to_smem(source, scratch["copied"].at[i], scratch["full"])
         _read_gates(g, beta, token, head, scratch["gates"])
         _cumulate(count, scratch["gates"], scratch["sums"])
-        mine = (x.at[chunk, pl.ds(head * GROUP, GROUP)] for x in out)
-        _solve(*_plain(count, scratch, interpret), count, tuple(mine), scratch, interpret)
+        mine = tuple(x.at[chunk, pl.ds(head * GROUP, GROUP)] for x in shared.local)
+        plain = _plain(count, scratch, shared.interpret)
+        _solve(*plain, count, mine, scratch, shared.interpret)
 
 
 def _read_gates(g, beta, token, head, gates):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunks import CHUNK, CONTINUE, MERGE, ChunkTable
+from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.mgpu import kda_output, kda_state
 from pallas_kernels.mgpu.common import rows, seen, visit_chunks
 from pallas_kernels.mgpu.kda_output import STORED
@@ -30,6 +30,7 @@ from pallas_kernels.mgpu.kda_prep import (
 )
 from pallas_kernels.mgpu.kda_state import COLUMNS, COPIES, Work
 from pallas_kernels.mgpu.kda_tile import SWIZZLED
+from pallas_kernels.mgpu.pipeline import Runs, runs
 
 LOADER, STATER, OUTPUTTER = range(3)
 
@@ -54,25 +55,6 @@ class Tiling:
         return rings + COPIES * copy + 4 * CHUNK * COLUMNS
 
 
-def runs(table: ChunkTable, segments: int, num_boundaries: int) -> jax.Array:
-    """First chunk and the one past the last of every run, the longest first: `[N]` twice; then how
-    many rows of final states and of boundaries some chunk writes. `[2 N + 2]` int32."""
-    begins = (table.start != CONTINUE) & (table.start != MERGE)
-    live = (table.length > 0) | (table.final < segments)
-    order, run = jnp.arange(begins.shape[0]), jnp.arange(segments)
-    number = jnp.sum(begins & (order <= order[:, None]), axis=1)
-    # One reduction for all counts of chunks: each is a kernel.
-    row = jnp.arange(segments + 3)[:, None]
-    written = jnp.where(row > segments + 1, table.boundary < num_boundaries, table.final < segments)
-    counts = jnp.sum(jnp.where(row > segments, written, live & (number <= row)), axis=1)
-    bounds = jnp.stack([counts[:segments], counts[1 : segments + 1]])
-    length = bounds[1] - bounds[0]
-    before = (length > length[:, None]) | ((length == length[:, None]) & (run < run[:, None]))
-    chosen = jnp.sum(before, axis=1) == run[:, None]
-    ranked = jnp.sum(jnp.where(chosen, bounds[:, None], 0), axis=2)
-    return jnp.concatenate([ranked.reshape(-1), counts[segments + 1 :]]).astype(jnp.int32)
-
-
 def walk(
     prepared: Prepared,
     v: jax.Array,
@@ -89,14 +71,14 @@ def walk(
     """
     (tokens, heads, value_dim), segments = v.shape, initial.shape[0]
     # A single segment is a single run: no kernel has to count before this one.
-    some = () if segments == 1 else (runs(table, segments, num_boundaries),)
-    some = (*some, *(() if keep is None else (keep,)))
+    found = () if segments == 1 else runs(table, segments, num_boundaries)
+    some = (*found, *(() if keep is None else (keep,)))
 
     def kda_walk(*refs):
         *inputs, o, final, boundary = refs
         prepared, (v, initial), rest = Prepared(*inputs[:3]), inputs[3:5], inputs[5:]
         table, some = ChunkTable(*rest[: len(ChunkTable._fields)]), rest[len(ChunkTable._fields) :]
-        schedule = None if segments == 1 else some[0]
+        schedule = Runs(*some[:3]) if found else None
         grid = segments, heads, value_dim // COLUMNS
         work = _work(schedule, grid, table, num_boundaries)
         states = initial, None if keep is None else some[-1], final, boundary
@@ -125,7 +107,9 @@ def walk(
     return o, final, boundary[:num_boundaries]
 
 
-def _work(schedule, grid: tuple[int, int, int], table: ChunkTable, boundaries: int) -> Work:
+def _work(
+    schedule: Runs | None, grid: tuple[int, int, int], table: ChunkTable, boundaries: int
+) -> Work:
     segments, heads, across = grid
     block = lax.axis_index("block")
     unit = lax.div(block, across)
@@ -134,8 +118,8 @@ def _work(schedule, grid: tuple[int, int, int], table: ChunkTable, boundaries: i
     if schedule is None:
         chunks = table.start.shape[0]
         return Work(rank, head, columns, 0, chunks, None, None, boundaries)
-    first, stop = schedule[rank], schedule[segments + rank]
-    listed, used = schedule[2 * segments], schedule[2 * segments + 1]
+    first, stop = schedule.first[rank], schedule.stop[rank]
+    listed, used = schedule.counts[0], schedule.counts[1]
     return Work(rank, head, columns, first, stop, listed, used, boundaries)
 
 

@@ -1,10 +1,11 @@
-"""Makers and walkers of a prefill in one launch, on Hopper: who is who, and how chunks change hands.
+"""Makers and walkers of a prefill in one launch, on Hopper, and how chunks change hands.
 
-A maker makes some chunks ready, each on its own; a walker takes those of a run, in order, while
-later ones are still being made. Multiprocessors start blocks in the order of their numbers, so a
-walker is numbered behind the makers of its first chunks, and a lead of others. No later run has
-walkers before the makers of this one have all been numbered: those that wait for a block that has
-not started are of one run, and must be fewer than the multiprocessors.
+A maker makes some chunks ready, each on its own; a walker takes those of a run, in order. Blocks
+start in the order of their numbers. A run of more than half of all chunks has its walkers among the
+makers, behind its first ones and as many as there are multiprocessors: it is walked while it is
+being made. With many runs the walkers alone fill the multiprocessors, and come behind all makers.
+So those that wait for a block that has not started are of one run, and must be fewer than the
+multiprocessors.
 """
 
 from typing import Any, NamedTuple
@@ -27,53 +28,68 @@ def multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
+class Runs(NamedTuple):
+    """A run is the chunks from one that starts at zero or at a slot to the last that continues or
+    merges with what it left. first, stop `[N]`: its chunks, the longest run first; of as many runs
+    as there are fewer than N, none. counts `[3]`: rows of final and of boundary states that some
+    chunk writes, which are the first ones, and chunks of all runs."""
+
+    first: jax.Array
+    stop: jax.Array
+    counts: jax.Array
+
+
+def runs(table: ChunkTable, segments: int, num_boundaries: int) -> Runs:
+    begins = (table.start != CONTINUE) & (table.start != MERGE)
+    live = (table.length > 0) | (table.final < segments)
+    order, run = jnp.arange(begins.shape[0]), jnp.arange(segments)
+    number = jnp.sum(begins & (order <= order[:, None]), axis=1)
+    # One reduction for all counts of chunks: each is a kernel.
+    row = jnp.arange(segments + 3)[:, None]
+    written = jnp.where(row > segments + 1, table.boundary < num_boundaries, table.final < segments)
+    counts = jnp.sum(jnp.where(row > segments, written, live & (number <= row)), axis=1)
+    bounds = jnp.stack([counts[:segments], counts[1 : segments + 1]])
+    length = bounds[1] - bounds[0]
+    before = (length > length[:, None]) | ((length == length[:, None]) & (run < run[:, None]))
+    chosen = jnp.sum(before, axis=1) == run[:, None]
+    first, stop = jnp.sum(jnp.where(chosen, bounds[:, None], 0), axis=2).astype(jnp.int32)
+    all_chunks = counts[segments : segments + 1]
+    return Runs(
+        first, stop, jnp.concatenate([counts[segments + 1 :], all_chunks]).astype(jnp.int32)
+    )
+
+
 class Plan(NamedTuple):
-    """The blocks of a launch: walkers of a run, runs at most, and makers of the items (chunk,
-    head), of which a maker does `side` by side and `turns` of them one after another; but the first
-    makers, one a multiprocessor, do one each. As many 64ths of a run's makers as `lead` says are
-    ahead of its walkers, or one a multiprocessor if that is more."""
+    """The blocks of a launch: makers, of `side` items (chunk, head) each, of all chunks and
+    `heads`; walkers of a run; runs at most; and multiprocessors."""
 
     chunks: int
     heads: int
     side: int
-    turns: int
     walkers: int
     runs: int
     sms: int
-    lead: int = 0
 
     @property
     def makers(self) -> int:
-        items = self.chunks * self.heads
-        first = min(self.sms, -(-items // self.side))
-        return first + -(-max(0, items - first * self.side) // (self.side * self.turns))
+        return -(-self.chunks * self.heads // self.side)
 
     @property
     def blocks(self) -> int:
         return self.makers + self.walkers * self.runs
 
-    def items(self, maker) -> tuple[Any, Any]:
-        """The first item of a maker, and the one past its last."""
-        first = jnp.minimum(maker, self.sms) * self.side
-        later = jnp.maximum(maker - self.sms, 0) * (self.side * self.turns)
-        turns = jnp.where(maker < self.sms, 1, self.turns)
-        stop = first + later + turns * self.side
-        return first + later, jnp.minimum(stop, self.chunks * self.heads)
-
-    def maker(self, item) -> Any:
-        """Who makes an item."""
-        later = lax.div(item - self.sms * self.side, self.side * self.turns) + self.sms
-        return jnp.where(item < self.sms * self.side, lax.div(item, self.side), later)
-
-    def place(self, run, first, stop) -> Any:
-        """The number of a run's first walker, from its chunks; of no chunks, behind all makers."""
+    def ahead(self, found: Runs | None) -> Any:
+        """How many makers are ahead of the walkers of the longest run; without `found`, the only
+        one has all chunks."""
         if self.walkers >= self.sms:
             # They could keep the makers from every multiprocessor.
-            return self.makers + run * self.walkers
-        begin, end = (self.maker(chunk * self.heads) for chunk in (first, stop))
-        lead = jnp.maximum(lax.div((end - begin) * self.lead, 64), self.sms)
-        ahead = jnp.where(first < stop, begin + lead, self.makers)
-        return jnp.minimum(ahead, self.makers) + run * self.walkers
+            return self.makers
+        if found is None:
+            return min(self.sms, self.makers)
+        first, stop = found.first[0], found.stop[0]
+        begun = lax.div(first * self.heads, self.side) + self.sms
+        most = 2 * (stop - first) > found.counts[2]
+        return jnp.where(most, jnp.minimum(begun, self.makers), self.makers)
 
 
 class Role(NamedTuple):
@@ -85,52 +101,14 @@ class Role(NamedTuple):
     walker: Any
 
 
-def role(plan: Plan, runs: "Runs | None", block: Any) -> Role:
-    """Of a block, by its number. Without `runs`, the only one has all chunks."""
-
-    def place(run) -> jax.Array:
-        if runs is None:
-            return plan.place(run, jnp.int32(0), jnp.int32(plan.chunks))
-        return plan.place(run, runs.first[run], runs.stop[run])
-
-    def halve(_, span):
-        low, high = span
-        middle = lax.div(low + high, 2)
-        behind = (low < high) & (place(jnp.minimum(middle, plan.runs - 1)) <= block)
-        return jnp.where(behind, middle + 1, low), jnp.where(behind, high, middle)
-
-    # How many runs have walkers up to here.
-    span = jnp.int32(0), jnp.int32(plan.runs)
-    begun = lax.fori_loop(0, plan.runs.bit_length(), halve, span)[0]
-    run = jnp.maximum(begun - 1, 0)
-    walker = block - place(run)
-    walks = (begun > 0) & (walker < plan.walkers)
-    return Role(walks, block - begun * plan.walkers, run, walker)
-
-
-class Runs(NamedTuple):
-    """A run is the chunks from one that starts at zero or at a slot to the last that continues or
-    merges with what it left. first, stop `[N]`: its chunks, in their order; of as many runs as
-    there are fewer than N, the last ones, none. written `[2]`: rows of final and of boundary states that some chunk
-    writes, which are the first ones."""
-
-    first: jax.Array
-    stop: jax.Array
-    written: jax.Array
-
-
-def runs(table: ChunkTable, segments: int, num_boundaries: int) -> Runs:
-    begins = (table.start != CONTINUE) & (table.start != MERGE)
-    live = (table.length > 0) | (table.final < segments)
-    order = jnp.arange(begins.shape[0])
-    number = jnp.sum(begins & (order <= order[:, None]), axis=1)
-    # One reduction for all counts of chunks: each is a kernel.
-    row = jnp.arange(segments + 3)[:, None]
-    written = jnp.where(row > segments + 1, table.boundary < num_boundaries, table.final < segments)
-    counts = jnp.sum(jnp.where(row > segments, written, live & (number <= row)), axis=1)
-    counts = counts.astype(jnp.int32)
-    first, stop = counts[:segments], counts[1 : segments + 1]
-    return Runs(first, stop, counts[segments + 1 :])
+def role(plan: Plan, found: Runs | None, block: Any) -> Role:
+    """Of a block, by its number: makers, walkers of the longest run, the other makers, and the
+    walkers of other runs."""
+    ahead = plan.ahead(found)
+    maker = jnp.where(block < ahead, block, block - plan.walkers)
+    walker = block - jnp.where(maker < plan.makers, ahead, plan.makers)
+    walks = (block >= ahead) & ((walker < plan.walkers) | (maker >= plan.makers))
+    return Role(walks, maker, lax.div(walker, plan.walkers), lax.rem(walker, plan.walkers))
 
 
 def new_marks(chunks: int, heads: int) -> jax.Array:
@@ -146,7 +124,9 @@ def publish(marks: Any, head: Any, chunk: Any, interpret: Any) -> None:
         marks[head, chunk] = jnp.int32(1)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+
+    @inline
     def release(ctx, mark):
         del ctx
         mgpu.utils.inline_ptx(
@@ -175,7 +155,9 @@ def await_ready(marks: Any, head: Any, chunk: Any, interpret: Any) -> Any:
     layout = plgpu.Layout.WG_SPLAT(())
     returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=returned)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=returned)
+
+    @inline
     def acquire(ctx, marks):
         del ctx
         i32 = ir.IntegerType.get_signless(32)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels as pk
 from pallas_kernels.chunks import ChunkTable
 from pallas_kernels.mgpu import kda_prefill as kernel
-from pallas_kernels.mgpu.kda_walk import Tiling, runs
+from pallas_kernels.mgpu.kda_walk import Tiling
 from tests.kernels import cases, kda_cases
 from tests.kernels.cases import Segment
 
@@ -85,24 +85,6 @@ def test_every_regime_stays_near_the_recurrence(regime):
     parallel = regime == "parallel keys"
     tolerance = kda_cases.PARALLEL_TOLERANCE if parallel else kda_cases.TOLERANCE
     kda_cases.assert_right(interpreted(b, ROOMY), b, tolerance)
-
-
-def test_runs_begin_where_no_state_comes_from_before():
-    modes = [pk.SLOT, pk.MERGE, pk.ZERO, pk.SLOT]
-    table = pk.chunk_table(
-        [130, 0, 64, 0],
-        [0, 64, 64, 0],
-        modes,
-        [],
-        num_tokens=256,
-        num_segments=6,
-        num_chunks=9,
-        num_boundaries=0,
-    )
-    first, stop, counts = np.split(runs(ChunkTable(*map(jnp.asarray, table)), 6, 0), (6, 12))
-    assert first.tolist() == [0, 4, 5, 6, 6, 6]
-    assert stop.tolist() == [4, 5, 6, 6, 6, 6]
-    assert counts.tolist() == [4, 0]
 
 
 def specs(tokens, segments, boundaries, heads=32):
