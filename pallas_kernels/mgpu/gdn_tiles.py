@@ -79,6 +79,8 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as the sum of two bfloat16."""
-    high = rounded(x)
-    return high, rounded(x - high.astype(jnp.float32))
+    """x as the sum of two bfloat16, the first one cut: rounded, and needed in float32 again, it would
+    be converted a number at a time."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return rounded(high), rounded(x - high)
