@@ -79,8 +79,8 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as the sum of two bfloat16, the first one cut: rounded, and needed in float32 again, it would
-    be converted a number at a time."""
+    """x as the sum of two bfloat16, the first one cut: if it were rounded, and needed in float32
+    again, numbers would be converted one by one."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return rounded(high), rounded(x - high)
