@@ -1,4 +1,4 @@
-"""Packed units change ranks: one exchange over a mesh axis, in three forms of the same result.
+"""Packed units change ranks: one exchange over a mesh axis, in two forms of the same result.
 
 How many units go from which rank to which is fixed by the plan (section 4.3 of the DASC paper), so
 the paper's all-to-all of variable splits needs no sizes at run time:
@@ -6,7 +6,6 @@ the paper's all-to-all of variable splits needs no sizes at run time:
 `all_to_all`: one collective; the block of every pair of ranks padded to the largest one.
 `permute`: one collective permute for every distance (target - source) over which anything travels,
 between the pairs that have something to send, padded to the largest of them.
-`ragged`: one ragged all-to-all of the exact sizes; XLA has it on GPUs only.
 """
 
 from typing import Literal, NamedTuple
@@ -17,9 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-Form = Literal["all_to_all", "permute", "ragged"]
+Form = Literal["all_to_all", "permute"]
 
-FORMS: tuple[Form, ...] = ("all_to_all", "permute", "ragged")
+FORMS: tuple[Form, ...] = ("all_to_all", "permute")
 
 START_SECONDS = 20e-6
 """Of a collective between GPUs of one host before its first byte, the launch of what feeds it
@@ -55,8 +54,6 @@ def exchange(
             return lax.all_to_all(blocks, axis, 0, 0)
         case "permute":
             return _permute(blocks, counts, axis)
-        case "ragged":
-            return _ragged(blocks, counts, axis)
     raise ValueError(f"form {form!r}: expected one of {', '.join(FORMS)}")
 
 
@@ -67,8 +64,6 @@ def cost(counts: Int[np.ndarray, "P P"], unit_bytes: int, form: Form) -> Cost:
         return Cost(0, 0)
     if form == "all_to_all":
         return Cost(1, (ranks - 1) * largest * unit_bytes)
-    if form == "ragged":
-        return Cost(1, int(max(counts.sum(0).max(), counts.sum(1).max())) * unit_bytes)
     traffic = np.zeros((2, ranks), np.int64)
     hops = _hops(counts)
     for pairs, width in hops:
@@ -80,11 +75,7 @@ def cost(counts: Int[np.ndarray, "P P"], unit_bytes: int, form: Form) -> Cost:
 
 def cheapest(counts: Int[np.ndarray, "P P"], unit_bytes: int) -> Form:
     """The form of least estimated time: permutes where the distances are few or the padding of
-    `all_to_all` outweighs their starts, else `all_to_all`.
-
-    `ragged` is never chosen: its exact sizes save bytes that take less time than a start, and a
-    CPU has none.
-    """
+    `all_to_all` outweighs their starts, else `all_to_all`."""
     padded, permuted = (cost(counts, unit_bytes, form) for form in ("all_to_all", "permute"))
     return "permute" if permuted.seconds <= padded.seconds else "all_to_all"
 
@@ -110,20 +101,3 @@ def _permute(blocks: jax.Array, counts: np.ndarray, axis: str) -> jax.Array:
         block = lax.ppermute(block[:width], axis, pairs)
         received = received.at[(me - distance) % ranks, :width].set(block)
     return received
-
-
-def _ragged(blocks: jax.Array, counts: np.ndarray, axis: str) -> jax.Array:
-    ranks, width = blocks.shape[:2]
-    me = lax.axis_index(axis)
-    table = jnp.asarray(counts, jnp.int32)
-    flat = blocks.reshape(ranks * width, *blocks.shape[2:])
-    received = lax.ragged_all_to_all(
-        flat,
-        jnp.zeros_like(flat),
-        width * jnp.arange(ranks, dtype=jnp.int32),
-        table[me],
-        jnp.full(ranks, me * width, jnp.int32),
-        table[:, me],
-        axis_name=axis,
-    )
-    return received.reshape(blocks.shape)

@@ -86,6 +86,18 @@ def test_an_engine_that_does_not_fit_its_model_is_refused():
         Engine(model, EngineConfig(dasc=wide, max_context=512, prefill_tokens=64))
 
 
+@pytest.mark.parametrize("policy", ["nr", "wr", "dense"])
+@pytest.mark.parametrize(("window", "least"), [(0, 64), (1, 128), (61, 128), (62, 192), (125, 192)])
+def test_the_smallest_prefill_step_that_has_room_is_named(policy, window, least):
+    """Under `nr` too, whose requests may ask for `wr`: the window, three tokens and a page."""
+    model, dasc = tiny_model().config, DascConfig(policy=policy)
+    EngineConfig(dasc=dasc, prefill_tokens=least).check_model(model, window)
+    for size in range(64, least, 64):
+        message = f"is {size}; a refresh of {window} tokens needs at least {least}$"
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig(dasc=dasc, prefill_tokens=size).check_model(model, window)
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_byte_budget_gives_the_slots_of_equation_8(quantization):
     model, dasc = tiny_model(), DascConfig(quantization=quantization)

@@ -15,11 +15,13 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import httpx
+import jax
 import numpy as np
 import pytest
 
 from dasc_jax.cli import main
 from dasc_jax.config import ConfigError, DascConfig
+from dasc_jax.engine import dispatch
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
 from dasc_jax.engine.lockstep import DivergedError, LeadingLoop, description, follow, position
@@ -124,6 +126,30 @@ def test_flush_keep_and_adopt_reach_the_follower(both):
         engine.adopt(kept, DascConfig(policy="dense"))
     engine.generate([ask("c", text(70))])
     assert_alike(engine, loop)
+
+
+def test_a_form_that_has_no_room_is_adopted_by_nobody(both, monkeypatch):
+    engine, loop = both
+    assert engine.flush_cache()
+    int8, failed = DascConfig(policy="dense", quantization="int8"), []
+
+    def fails(*args, **kwargs):
+        failed.append(args)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "init_pool", fails)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+            engine.adopt(None, int8)
+        wait_until(lambda: len(failed) == 2, 20)
+    assert engine.generate([ask("a", text(140))])[0].finish_reason == "length"
+    assert_alike(engine, loop)
+    assert engine.config == loop.config and loop.config.dasc.quantization is None
+    before = engine.loop.digest
+    engine.adopt(None, int8)
+    assert engine.loop.digest != before, "one process that adopts alone is found out"
+    assert_alike(engine, loop)
+    engine.adopt(None, DascConfig(policy="dense"))
 
 
 def test_what_changes_the_cache_is_refused_inside_on_event(both, caplog):

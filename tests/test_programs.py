@@ -66,7 +66,7 @@ def test_a_path_that_is_no_checkpoint_is_named(
         (["--checkpoint-slots", "3", "--checkpoint-bytes", "9"], "give one"),
         (["--checkpoint-bytes", "1000"], "checkpoint_bytes is 1000"),
         (["--w-max", "-1"], "w_max=-1"),
-        (["--prefill-tokens", "64"], "a refresh of 16 tokens needs 83"),
+        (["--prefill-tokens", "64"], "a refresh of 16 tokens needs at least 128"),
         (["--mem-fraction", "1.5"], "mem-fraction is 1.5"),
         (["--port", "99999"], "127.0.0.1:99999"),
     ],

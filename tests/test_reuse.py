@@ -1,5 +1,6 @@
 """Arms derived from one exact warm-up are the arms; nothing of a replay outlives it."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from dasc_jax.config import DascConfig
+from dasc_jax.engine import dispatch
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.engine import Engine
 from dasc_jax.evals.arms import DENSE, Arm, random_arms
@@ -222,6 +224,68 @@ def test_what_cannot_be_kept_or_adopted_is_refused(study):
             refused()
     made.loop.waiting.clear()
     assert study.replay(DENSE, rounds=1).strict
+
+
+def fails_once(monkeypatch, owner, name: str) -> None:
+    """The next call has no memory."""
+    real = getattr(owner, name)
+
+    def fails(*args, **kwargs):
+        monkeypatch.setattr(owner, name, real)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+def served(made: Engine, requests) -> list:
+    return [(r.tokens, r.report) for r in made.generate(requests)]
+
+
+@pytest.mark.parametrize(("from_kept", "at"), [
+    (False, "init_pool"), (False, "_compile_load"),
+    (True, "init_pool"), (True, "_compile_load"), (True, "_repack"),
+])  # fmt: skip
+def test_an_engine_without_room_for_another_form_serves_as_before(
+    study, monkeypatch, from_kept, at
+):
+    """Back to what was kept, if anything was, and to what was cached if not."""
+    study.replay(ARMS[1], rounds=1)
+    made, requests = study.engine, study.requests
+    if not from_kept:
+        made.flush_cache()
+        served(made, requests)
+    before = served(made, requests)
+    config, plan, states = made.config, made.loop.plan, bits(made.loop.device.memory.pool)
+    made.loop.device._forms.clear()
+    fails_once(monkeypatch, dispatch if at == "init_pool" else dispatch.Device, at)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        made.adopt(study.kept if from_kept else None, replace(NR, w_max=32, quantization="int8"))
+    assert (made.config, made.loop.config, made.loop.plan) == (config, config, plan)
+    assert_same_bits(made.loop.device.memory.pool, states)
+    assert served(made, requests) == before
+    assert {report.reason for _, report in before} == {"hit"}
+    assert_sound(made)
+
+
+@pytest.mark.parametrize("from_kept", [False, True])
+def test_two_pools_are_held_at_most(study, monkeypatch, from_kept):
+    """The one in use and the new one, or the one that was kept and the new one."""
+    study.replay(ARMS[0], rounds=1)
+    old, real, alive = (
+        weakref.ref(study.engine.loop.device.memory.pool.rows),
+        dispatch.init_pool,
+        [],
+    )
+
+    def counted(*args, **kwargs):
+        alive.append(old() is not None)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "init_pool", counted)
+    if not from_kept:
+        study.engine.flush_cache()
+    study.engine.adopt(study.kept if from_kept else None, WR)
+    assert alive == [not from_kept]
 
 
 def test_prompts_and_limits_must_match_and_exist(study):

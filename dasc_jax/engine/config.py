@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from dasc_jax.config import ConfigError, DascConfig, ModelConfig
+from dasc_jax.layout import CONV_WINDOW
 from dasc_jax.types import PAGE
 
 
@@ -85,18 +86,21 @@ class EngineConfig:
     def check_model(self, model: ModelConfig, window: int) -> None:
         """Refuse what does not fit the model or the plan's refresh window.
 
+        The window counts under every default policy: a request may ask for `wr`.
+
         Raises:
             ConfigError: the context is longer than the model's, or a prefill step has no room for a
-                replay and one page of new tokens.
+                replay and one page of new tokens; it names the smallest step that has.
         """
         if self.max_context > model.max_context:
             raise ConfigError(
                 f"max_context is {self.max_context};"
                 f" the model was made for {model.max_context} tokens"
             )
-        need = PAGE + (window + 3 if window else 0)
+        replay = window + CONV_WINDOW if window else 0
+        need = PAGE * (1 + -(-replay // PAGE))  # prefill_tokens is a multiple of PAGE
         if self.prefill_tokens < need:
             raise ConfigError(
                 f"prefill_tokens is {self.prefill_tokens};"
-                f" a refresh of {window} tokens needs {need}"
+                f" a refresh of {window} tokens needs at least {need}"
             )

@@ -15,6 +15,7 @@ from dasc_jax.config import DascConfig
 from dasc_jax.engine.buckets import Executables, abstract, decode_buckets, prefill_buckets, smallest
 from dasc_jax.engine.config import EngineConfig
 from dasc_jax.engine.request import SamplingParams
+from dasc_jax.engine.residency import Kept
 from dasc_jax.engine.sampling import Sampled, Scores, log_probabilities, sample, sampling_batch
 from dasc_jax.engine.step import (
     COMPILER_OPTIONS,
@@ -82,20 +83,16 @@ class Device:
         self.memory = Memory(state, self._choose(plan, config.dasc))
 
     def _choose(self, plan: SelectionPlan, dasc: DascConfig) -> CheckpointPool:
-        """Keep checkpoints in this form from now on; an empty pool for them."""
+        """Keep checkpoints in this form from now on; an empty pool for them, already allocated."""
         self.quantization: Quantization = dasc.quantization
         self.form = checkpoint_form(plan, self.model, dasc.placement)
         self.keep = keep_masks(self.form, self.model.config.delta.key_dim)
         steps = checkpoint_steps(self.form)
         self._store = jax.jit(steps.store, donate_argnums=0)
         self._load = jax.jit(steps.load, donate_argnums=0)
-        return init_pool(
-            self.form,
-            self.model.config,
-            self.slots,
-            quantization=dasc.quantization,
-            conv_dtype=jnp.dtype(self.model.dtype),
-        )
+        size, dtype = (self.form, self.model.config, self.slots), jnp.dtype(self.model.dtype)
+        pool = init_pool(*size, quantization=dasc.quantization, conv_dtype=dtype)
+        return jax.block_until_ready(pool)
 
     def _put(self, tree: Any) -> Any:
         return on_device(tree, self.whole)
@@ -127,20 +124,31 @@ class Device:
         }
         return jobs | {("load", width): partial(self._compile_load, slots, slots)}
 
-    def adopt(self, plan: SelectionPlan, dasc: DascConfig) -> None:
-        """Keep checkpoints in another form from now on, in an empty pool.
+    def adopt(self, plan: SelectionPlan, dasc: DascConfig, kept: Kept | None, drop: bool) -> None:
+        """Keep checkpoints in another form from now on: those of `kept`, or none.
 
-        The steps of the model stay compiled, those of a form are compiled once.
+        The steps of the model stay compiled, those of a form are compiled once. What raises changes
+        nothing; but with `drop` the pool in use goes before the new one comes, and is then lost.
         """
-        self.memory = self.memory._replace(pool=self._choose(plan, dasc))
-        form = self.form, self.quantization
-        if form not in self._forms:
-            jobs = self._checkpoint_jobs()
-            self.executables.warm(jobs)
-            self._forms[form] = {key: self.executables.compiled[key] for key in jobs}
+        if drop:
+            self.memory = self.memory._replace(pool=None)
+        before, compiled = dict(vars(self)), dict(self.executables.compiled)
+        try:
+            self.memory = self.memory._replace(pool=self._choose(plan, dasc))
+            form = self.form, self.quantization
+            if form not in self._forms:
+                jobs = self._checkpoint_jobs()
+                self.executables.warm(jobs)
+                self._forms[form] = {key: self.executables.compiled[key] for key in jobs}
+        except Exception:
+            vars(self).update(before)
+            self.executables.compiled = compiled
+            raise
         self.executables.compiled.update(self._forms[form])
+        if kept:
+            self._repack(kept.plan, kept.pool, sorted(kept.meta))
 
-    def repack(self, exact: SelectionPlan, dense: CheckpointPool, slots: Sequence[int]) -> None:
+    def _repack(self, exact: SelectionPlan, dense: CheckpointPool, slots: Sequence[int]) -> None:
         """Fill slots from those of `dense`, a float32 pool under a plan that drops nothing."""
         form = self._forms[self.form, self.quantization]
         for at in range(0, len(slots), REPACKED):
@@ -152,6 +160,7 @@ class Device:
                 run = jax.jit(partial(repack, self.form, whole), donate_argnums=0)
                 form["repack", REPACKED] = run.lower(*abstract(args)).compile()
             self.memory = self.memory._replace(pool=form["repack", REPACKED](*args))
+        jax.block_until_ready(self.memory.pool)  # what fails, fails here
 
     def prefill(
         self,

@@ -110,8 +110,8 @@ class Engine:
     def adopt(self, kept: Kept | None, dasc: DascConfig, plan: SelectionPlan | None = None) -> None:
         """Cache as `dasc` and `plan` (None: its own) say, from what was kept last, repacked, on.
 
-        With None nothing is cached. The model is not compiled again. ValueError: requests run, the
-        plan does not fit, or a kept page was evicted since.
+        With None nothing is cached. ValueError: requests run, the plan does not fit, or a kept page
+        was evicted since. Any other error leaves what was kept last, or all if nothing is kept.
         """
         self._ask(lambda: self.loop.adopt(kept, dasc, plan))
         self.config = self.loop.config

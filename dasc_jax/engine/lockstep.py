@@ -133,15 +133,15 @@ def follow(loop: Loop, leader: Leader) -> None:
                 with _refused():
                     loop.keep()
             case ("adopt", from_kept, dasc, plan):
-                with _refused():
+                with _refused(jax.errors.JaxRuntimeError):
                     loop.adopt(loop.residency.kept if from_kept else None, dasc, plan)
             case _:
                 raise ValueError(f"message {message[0]!r} of process 0 is unknown here")
 
 
 def position(loop: Loop) -> tuple[int, ...]:
-    """Where a loop is: the tokens sampled so far, and what its pools hold; equal in all processes
-    before every step."""
+    """Where a loop is: tokens sampled and forms adopted so far, and what its pools hold; equal in
+    all processes before every step."""
     return (loop.digest, *loop.residency.cache.counts)
 
 
@@ -160,6 +160,7 @@ def _unheard(event: TokenEvent) -> None:
     """Only the first process has clients."""
 
 
-def _refused() -> contextlib.AbstractContextManager[None]:
-    """What is refused here was refused in the first process too."""
-    return contextlib.suppress(ValueError)
+def _refused(*failed: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """What is refused here was refused in the first process too, and so was what has no room, an
+    error of `failed` that changes nothing: if not, the digests differ before the next step."""
+    return contextlib.suppress(ValueError, *failed)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ def checkpoint_slots(model: Model, config: EngineConfig, plan: SelectionPlan) ->
 class Loop:
     """All requests of an engine and one device step at a time. Not thread safe.
 
-    `digest` is a checksum of all tokens sampled so far.
+    `digest` is a checksum of all tokens sampled and all forms of checkpoints adopted so far.
 
     Raises:
         ConfigError, ValueError: sizes that do not fit together, before anything is allocated.
@@ -124,11 +125,20 @@ class Loop:
         if dasc.policy == "dense":
             units(plan, "dense")
         check_order(self.model, dasc.placement)
+        self.residency.require_adoptable(kept)
+        # What is kept is a pool of its own: the one in use goes before a third one comes.
+        last = self.residency.kept
+        try:
+            self.device.adopt(plan, dasc, kept, drop=last is not None)
+        except Exception as error:
+            if last:
+                traceback.clear_frames(error.__traceback__)  # they may hold parts of the new pool
+                self.device.adopt(self.plan, self.config.dasc, last, drop=True)
+                self.residency.adopt(last, self.config, self.plan)
+            raise
         self.residency.adopt(kept, config, plan)
-        self.device.adopt(plan, dasc)
-        if kept:
-            self.device.repack(kept.plan, kept.pool, sorted(kept.meta))
         self.config, self.plan = config, plan
+        self.digest = zlib.crc32(f"{plan.id} {dasc}".encode(), self.digest)
 
     def _require_idle(self) -> None:
         if self.waiting or self.prefilling or self.decoding:

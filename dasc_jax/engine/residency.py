@@ -249,21 +249,22 @@ class Residency:
         self.kept = Kept(self.cache, dict(self.meta), self.plan, pool)
         return self.kept
 
+    def require_adoptable(self, kept: Kept | None) -> None:
+        """Raises ValueError where requests run, or pages of `kept` were given away since."""
+        if not self.cache.counts.idle:
+            raise ValueError(f"the prefix cache is in use: {self.cache.counts}")
+        if kept is not None and kept is not self.kept:
+            raise ValueError("pages were evicted since, or others were kept: warm up again")
+
     def adopt(self, kept: Kept | None, config: EngineConfig, plan: SelectionPlan) -> None:
         """Go back to what was cached then (None: nothing), its checkpoints now under `plan`.
 
-        Raises:
-            ValueError: requests run, or its pages were given away since.
+        Legal where `require_adoptable` does not raise; raises nothing itself.
         """
-        if not self.cache.counts.idle:
-            raise ValueError(f"the prefix cache is in use: {self.cache.counts}")
-        if kept is None:
-            self.flush()
-        elif kept is not self.kept:
-            raise ValueError("pages were evicted since, or others were kept: warm up again")
         self.config, self.plan = config, plan
         self.lossy = not plan.exact or config.dasc.quantization is not None
         if kept is None:
+            self.flush()
             return
         self.meta = {slot: meta._replace(plan_id=plan.id) for slot, meta in kept.meta.items()}
         nodes = kept.cache.nodes

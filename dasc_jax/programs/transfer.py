@@ -82,11 +82,6 @@ class WrongResult(Exception):
     """A load that did not give back what was stored."""
 
 
-def forms() -> tuple[Form, ...]:
-    """The forms that this machine has."""
-    return FORMS if jax.default_backend() == "gpu" else FORMS[:2]
-
-
 def loop(step: Callable[[Any, jax.Array], Any], carried: Any, args: Args) -> tuple[Looped, Any]:
     """Times `carried = step(carried, i)`; also the last `carried`. The first is donated."""
     whole = jax.jit(lambda x: lax.fori_loop(0, args.steps, lambda i, x: step(x, i), x),
@@ -194,7 +189,7 @@ def checkpoint_cases(
             quantization: Quantization = "int8" if name == "int8" else None
             size = unit_bytes(config, quantization) * args.checkpoints
             best = cheapest(moves, size)
-            for form in forms() if storage.moved else (None,):
+            for form in FORMS if storage.moved else (None,):
                 expected = cost(moves, size, form or best)
                 line = {
                     "op": "checkpoint", "w_max": plan.w_max, "placement": placement,
@@ -214,7 +209,7 @@ def exchange_cases(tp: int, args: Args) -> Iterator[dict[str, Any]]:
     mesh = make_mesh(tp)
     for rows in args.blocks:
         moves = rows * (1 - np.eye(tp, dtype=np.int64))
-        for form in forms():
+        for form in FORMS:
 
             def all_exchange(blocks: jax.Array, i: jax.Array, form: Form = form) -> jax.Array:
                 return jax.shard_map(

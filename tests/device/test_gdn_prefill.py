@@ -38,7 +38,7 @@ def rng():
 
 
 @functools.partial(jax.jit, static_argnames=("num_boundaries", "tiling"))
-def run(q, k, v, g, beta, initial, table, keep, *, num_boundaries, tiling=None):
+def run(q, k, v, g, beta, initial, table, keep, *, num_boundaries, tiling=kernel.DEFAULT):
     args = q, k, v, g, beta, initial, table, keep, num_boundaries
     assert kernel.refuses(*args) is None
     return kernel.prefill(*args, tiling)
@@ -49,7 +49,7 @@ def poison():
     jax.block_until_ready([jnp.full((n << 20,), jnp.nan, jnp.float32) for n in (1, 4, 16)])
 
 
-def computed(c, tiling=None):
+def computed(c, tiling=kernel.DEFAULT):
     poison()
     out = run(*c.args(), num_boundaries=len(c.table_boundaries()), tiling=tiling)
     return pk.DeltaOut(*(np.asarray(x) for x in out))
@@ -61,7 +61,7 @@ def test_every_regime_follows_the_recurrence(regime, rng):
     gdn_cases.assert_right(computed(c), c)
 
 
-@pytest.mark.parametrize("tiling", [*bench.TILINGS.values(), None], ids=str)
+@pytest.mark.parametrize("tiling", [kernel.DEFAULT, *bench.TILINGS.values()], ids=str)
 @pytest.mark.parametrize("padding", [0, 1, 150])
 def test_ragged_segments_follow_the_recurrence(padding, tiling, rng):
     c = case(rng, RAGGED, **HEADS, regime="resets", padding=padding, unlisted=2 * (padding > 1))
@@ -107,6 +107,23 @@ def test_bits_depend_on_nothing_else_in_the_batch(rng):
     out = computed(alone._replace(initial=c.initial[1:]))
     assert_same_bits(out.o, together.o[77:])
     assert_same_bits(out.final[0], together.final[1])
+
+
+def test_a_long_run_among_short_ones_has_the_bits_it_has_alone():
+    """It is walked while its chunks are being made, and those around it are."""
+    lengths = 100, 8192, 64
+    problem = delta_prefill.make(bench.GDN, delta_prefill.Shape(lengths))
+    together = problem.runs["ours"]()
+    together = together.result(together.call(*together.args))
+    alone = delta_prefill.make(bench.GDN, delta_prefill.Shape(lengths[1:2])).runs["ours"]()
+    *_, table = alone.args
+    own = slice(lengths[0], sum(lengths[:2]))
+    names = ("q", "k", "v", "g", "beta")
+    inputs = [jnp.asarray(problem.inputs[name])[own] for name in names]
+    initial = jnp.asarray(problem.inputs["initial"])[1:2]
+    out = alone.result(alone.call(*inputs, initial, table))
+    assert_same_bits(np.asarray(out["o"]), np.asarray(together["o"])[own])
+    assert_same_bits(np.asarray(out["state"])[0], np.asarray(together["state"])[1])
 
 
 @pytest.mark.parametrize("name", ["1x1024", "1x8192, a state every 1024", "8 ragged, 16384 in all"])
