@@ -93,7 +93,9 @@ def prefill(
     arrays |= runs(table, segments, num_boundaries)._asdict() if segments > 1 else {}
     arrays["marks"] = jax.new_ref(new_marks(chunks, key_heads))
     walkers = heads * width // COLUMNS
-    plan = Plan(chunks, key_heads, WARPGROUPS, walkers, segments, multiprocessors())
+    # Interpreted blocks run one after another: no walker before a maker.
+    sms = chunks * key_heads if interpret else multiprocessors()
+    plan = Plan(chunks, key_heads, WARPGROUPS, walkers, segments, sms)
     out = {
         "o": jax.ShapeDtypeStruct((max(tokens, CHUNK), heads, width), jnp.float32),
         "final": jax.ShapeDtypeStruct(initial.shape, jnp.float32),

@@ -52,10 +52,6 @@ def part(shared: Shared, runs: Runs | None, role: Role) -> Work:
 def walk(w: Work) -> None:
     """What a walker does."""
     warpgroup = lax.axis_index("warpgroup")
-    if w.interpret:
-        # Else all that makers wrote races with us: the interpreter knows nothing of marks.
-        plgpu.barrier_arrive(w.scratch["begun"])
-        plgpu.barrier_wait(w.scratch["begun"])
 
     @pl.when(warpgroup == LOADER)
     def _():

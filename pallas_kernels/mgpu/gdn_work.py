@@ -68,7 +68,7 @@ class Work(NamedTuple):
 
 def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
     keys, queries = tiling.key_slots, tiling.query_slots
-    memory = {
+    return {
         "k": rows((keys * len(HALVES), CHUNK, HALF), jnp.bfloat16, interpret),
         "v": rows((keys, CHUNK, COLUMNS), jnp.bfloat16, interpret),
         "solve": squares(keys),
@@ -86,7 +86,6 @@ def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
         "handed": plgpu.Barrier(num_barriers=2),
         "taken": plgpu.Barrier(num_barriers=2),
     }
-    return memory | ({"begun": plgpu.Barrier(num_arrivals=3)} if interpret else {})
 
 
 def visit(w: Work, visit: Callable[[Any, Any], None]) -> Any:

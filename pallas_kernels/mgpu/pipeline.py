@@ -4,8 +4,8 @@ A maker makes some chunks ready, each on its own; a walker takes those of a run,
 start in the order of their numbers. A run of more than half of all chunks has its walkers among the
 makers, behind its first ones and as many as there are multiprocessors: it is walked while it is
 being made. With many runs the walkers alone fill the multiprocessors, and come behind all makers.
-So those that wait for a block that has not started are of one run, and must be fewer than the
-multiprocessors.
+So those that wait for a block that has not started are of one run, and must leave most of the
+multiprocessors to makers.
 """
 
 from typing import Any, NamedTuple
@@ -81,8 +81,8 @@ class Plan(NamedTuple):
     def ahead(self, found: Runs | None) -> Any:
         """How many makers are ahead of the walkers of the longest run; without `found`, the only
         one has all chunks."""
-        if self.walkers >= self.sms:
-            # They could keep the makers from every multiprocessor.
+        if 5 * self.walkers > 3 * self.sms:
+            # Walkers that wait keep their multiprocessors: they would starve the makers.
             return self.makers
         if found is None:
             return min(self.sms, self.makers)
@@ -179,6 +179,7 @@ def await_ready(marks: Any, head: Any, chunk: Any, interpret: Any) -> Any:
             setp.eq.u32 set, $0, 0;
             @set bra look_${:uid};
             fence.acq_rel.gpu;
+            bar.warp.sync 0xffffffff;
             fence.proxy.async;
             }""",
             mgpu.utils.memref_ptr(marks),
