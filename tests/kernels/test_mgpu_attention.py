@@ -15,6 +15,8 @@ from pallas_kernels.mgpu import attention_prefill
 from tests.kernels import cases
 from tests.kernels.attention_cases import KINDS, LAYER, assert_right, problem, prompts
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 TILINGS = {"latent": kernel.LATENT, "grouped": kernel.GROUPED}
 PROMPT_TILINGS = {"latent": attention_prefill.LATENT, "grouped": attention_prefill.GROUPED}
 

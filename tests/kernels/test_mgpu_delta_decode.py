@@ -16,6 +16,8 @@ from pallas_kernels.mgpu.delta_tile import Tiling
 from tests.kernels import step_cases
 from tests.kernels.cases import KINDS, assert_same_bits, distance
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 # Straight to registers or through shared memory; columns whole, split, split finely.
 DECODE = (Tiling(32, 0, "registers"), Tiling(64, 0), Tiling(64, 1), Tiling(128, 0), Tiling(128, 1))
 GROUP = {"kda": 1, "gdn": 2}

@@ -14,6 +14,8 @@ from pallas_kernels.mgpu import grouped_matmul as kernel
 from pallas_kernels.mgpu.grouped_matmul import Tiling
 from tests.kernels.grouped_cases import BF16, assert_right, operands, truth
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 OPS = {"matmul": kernel.grouped_matmul, "swiglu": kernel.grouped_swiglu}
 EXPERTS = {"kimi": (256, 2304, 1024, 8), "qwen": (512, 2048, 512, 10)}
 """Experts, width of the model, width of an expert, experts a token."""

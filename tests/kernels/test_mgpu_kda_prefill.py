@@ -72,9 +72,12 @@ def test_a_single_segment_needs_neither_masks_nor_boundaries():
 
 @interpretable
 @pytest.mark.slow
-def test_no_two_threads_race():
+def test_no_two_threads_race(races):
+    """The detector asks for a fence of proxies between a thread's read and the next copy to the
+    place; a barrier orders them."""
     b = kda_cases.batch(np.random.default_rng(1), "kimi", [Segment(150)], heads=1)
     kda_cases.assert_right(interpreted(b, races=True), b)
+    assert {race.write for race in races()} <= {"_load_chunks.<locals>.load"}
 
 
 @interpretable

@@ -148,12 +148,12 @@ def test_interpreted_kernels_equal_numpy_bit_for_bit(kind, int8, blocking, retai
 
 @every_kind
 @pytest.mark.timeout(60)
-def test_blocks_of_the_interpreted_kernels_do_not_race(kind, capsys):
+def test_blocks_of_the_interpreted_kernels_do_not_race(kind, races):
     problem = problem_of(3, kind, 16, [3, 1], [2, 1], int8=True)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     hopper.pack(*problem.to_pack(), Blocking(4), interpret)
     hopper.unpack(*problem.to_unpack(), Blocking(4), interpret)
-    assert "RACE" not in capsys.readouterr().out
+    assert not races()
 
 
 MODELS = {
