@@ -79,14 +79,8 @@ def prefill(
     """`delta_prefill`: see `pallas_kernels.ops`."""
     (tokens, heads, width), segments = v.shape, initial.shape[0]
     table = ChunkTable(*(jnp.asarray(column) for column in table))
-    # Copies take arrays of at least a chunk. What lies past the end reads as zeros on the device,
-    # but not where it is interpreted.
-    missing = max(0, CHUNK - tokens)
-    g, beta = (jnp.pad(x, ((0, missing), (0, 0))) for x in (g, beta))
-    missing = CHUNK if interpret else missing
-    q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
     chunks, key_heads = table.token.shape[0], q.shape[1]
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial": initial}
+    arrays = _padded(q, k, v, g, beta, interpret) | {"initial": initial}
     arrays |= dict(zip(_COLUMNS, table, strict=True))
     arrays |= {} if keep is None else {"keep": keep.astype(jnp.int32)}
     # A single segment is a single run: no kernel has to count before this one.
@@ -115,6 +109,16 @@ def prefill(
     )
     o, final, boundary, *_ = kernel(*arrays.values())
     return DeltaOut(o[:tokens], final, boundary[:num_boundaries])
+
+
+def _padded(q, k, v, g, beta, interpret: Any) -> dict[str, Any]:
+    """Arrays of at least a chunk, as copies take them. What lies past the end reads as zeros on the
+    device, but not where it is interpreted."""
+    missing = max(0, CHUNK - q.shape[0])
+    g, beta = (jnp.pad(x, ((0, missing), (0, 0))) for x in (g, beta))
+    missing = CHUNK if interpret else missing
+    q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
 
 def _block(plan: Plan, names, num_boundaries: int, tiling: Tiling, interpret: Any, *refs) -> None:
