@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/.ready
 CUDA_READY := $(VENV)/.ready-cuda
-# A worker keeps the engines that a file of tests compiles, so files are not split.
-WORKERS ?= -n 2 --dist loadfile
+# A worker keeps the engines that a file of tests compiles, so files are not split; in the order of
+# their names, for the file of fewest tests takes longest and must not come last.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Arguments for pytest or for the demo: make test ARGS="tests/test_plan.py -k window"
 ARGS ?=
 

@@ -4,7 +4,7 @@ start."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pallas_kernels as pk
@@ -47,7 +47,6 @@ def test_runs_reach_to_the_next_segment_that_does_not_merge():
     np.testing.assert_array_equal(found.counts, [5, 2, 9])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(SEGMENT, min_size=1, max_size=9),
     st.integers(0, 3),
