@@ -1,6 +1,7 @@
 """The implementations of each op, the preferred one first; `ops` has their signatures."""
 
 import importlib
+from collections.abc import Callable
 
 import jax
 
@@ -31,91 +32,61 @@ def _mosaic(module: str, refuses: str, run: str) -> Implementation:
     return Implementation("mosaic", refused, traced_once(lambda *args: named(run)(*args)))
 
 
-DELTA_PREFILL = Op(
+def _op(name: str, xla: Callable, serial: Callable, *kernels: Implementation) -> Op:
+    others = (("xla", xla), ("reference", serial))
+    return Op(name, (*kernels, *(Implementation(x, anything, run) for x, run in others)))
+
+
+DELTA_PREFILL = _op(
     "delta_prefill",
-    (
-        _mosaic("kda_prefill", "refuses", "prefill"),
-        _mosaic("gdn_prefill", "refuses", "prefill"),
-        Implementation("xla", anything, chunked.prefill),
-        Implementation("reference", anything, reference.prefill),
-    ),
+    chunked.prefill,
+    reference.prefill,
+    _mosaic("kda_prefill", "refuses", "prefill"),
+    _mosaic("gdn_prefill", "refuses", "prefill"),
 )
-DELTA_DECODE = Op(
+DELTA_DECODE = _op(
     "delta_decode",
-    (
-        _mosaic("delta_decode", "refuses_decode", "decode"),
-        Implementation("xla", anything, chunked.decode),
-        Implementation("reference", anything, reference.decode),
-    ),
+    chunked.decode,
+    reference.decode,
+    _mosaic("delta_decode", "refuses_decode", "decode"),
 )
-DELTA_STEP = Op(
-    "delta_step",
-    (
-        _mosaic("delta_decode", "refuses_step", "step"),
-        Implementation("xla", anything, composed.xla),
-        Implementation("reference", anything, composed.serial),
-    ),
+DELTA_STEP = _op(
+    "delta_step", composed.xla, composed.serial, _mosaic("delta_decode", "refuses_step", "step")
 )
-SHORT_CONV = Op(
-    "short_conv",
-    (
-        Implementation("xla", anything, conv.short_conv),
-        Implementation("reference", anything, reference.short_conv),
-    ),
-)
-GROUPED_MATMUL = Op(
+SHORT_CONV = _op("short_conv", conv.short_conv, reference.short_conv)
+GROUPED_MATMUL = _op(
     "grouped_matmul",
-    (
-        _mosaic("grouped_matmul", "refuses", "grouped_matmul"),
-        Implementation("xla", anything, grouped.grouped_matmul),
-        Implementation("reference", anything, reference.grouped_matmul),
-    ),
+    grouped.grouped_matmul,
+    reference.grouped_matmul,
+    _mosaic("grouped_matmul", "refuses", "grouped_matmul"),
 )
-GROUPED_SWIGLU = Op(
+GROUPED_SWIGLU = _op(
     "grouped_swiglu",
-    (
-        _mosaic("grouped_matmul", "refuses_swiglu", "grouped_swiglu"),
-        Implementation("xla", anything, grouped.grouped_swiglu),
-        Implementation("reference", anything, grouped.serial_swiglu),
-    ),
+    grouped.grouped_swiglu,
+    grouped.serial_swiglu,
+    _mosaic("grouped_matmul", "refuses_swiglu", "grouped_swiglu"),
 )
-EXPERT_MLP = Op(
-    "expert_mlp",
-    (
-        _mosaic("experts", "refuses", "run"),
-        Implementation("xla", anything, experts.composed),
-        Implementation("reference", anything, experts.serial),
-    ),
+EXPERT_MLP = _op(
+    "expert_mlp", experts.composed, experts.serial, _mosaic("experts", "refuses", "run")
 )
-RAGGED_PACK = Op(
-    "ragged_pack",
-    (
-        _mosaic("ragged_pack", "refuses_pack", "pack"),
-        Implementation("xla", anything, packing.pack),
-        Implementation("reference", anything, packing.pack_serial),
-    ),
+RAGGED_PACK = _op(
+    "ragged_pack", packing.pack, packing.pack_serial, _mosaic("ragged_pack", "refuses_pack", "pack")
 )
-RAGGED_UNPACK = Op(
+RAGGED_UNPACK = _op(
     "ragged_unpack",
-    (
-        _mosaic("ragged_pack", "refuses_unpack", "unpack"),
-        Implementation("xla", anything, packing.unpack),
-        Implementation("reference", anything, packing.unpack_serial),
-    ),
+    packing.unpack,
+    packing.unpack_serial,
+    _mosaic("ragged_pack", "refuses_unpack", "unpack"),
 )
-PAGED_ATTENTION_PREFILL = Op(
+PAGED_ATTENTION_PREFILL = _op(
     "paged_attention_prefill",
-    (
-        _mosaic("attention_prefill", "refuses", "prefill"),
-        Implementation("xla", anything, paged_attention.prefill),
-        Implementation("reference", anything, paged_attention.prefill_at_once),
-    ),
+    paged_attention.prefill,
+    paged_attention.prefill_at_once,
+    _mosaic("attention_prefill", "refuses", "prefill"),
 )
-PAGED_ATTENTION_DECODE = Op(
+PAGED_ATTENTION_DECODE = _op(
     "paged_attention_decode",
-    (
-        _mosaic("attention_decode", "refuses", "decode"),
-        Implementation("xla", anything, paged_attention.decode),
-        Implementation("reference", anything, paged_attention.decode_at_once),
-    ),
+    paged_attention.decode,
+    paged_attention.decode_at_once,
+    _mosaic("attention_decode", "refuses", "decode"),
 )

@@ -4,9 +4,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from pallas_kernels import (
-    parallel,
-)
+from pallas_kernels import parallel
 from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.implementations import (
     DELTA_DECODE,

@@ -35,7 +35,7 @@ from pallas_kernels.mgpu.attention_splits import (
     merge,
     split_pages,
 )
-from pallas_kernels.mgpu.common import no_hopper
+from pallas_kernels.mgpu.common import drain, no_hopper
 from pallas_kernels.paged_attention import PagedRows
 
 type Integers = jax.Array | np.ndarray
@@ -207,13 +207,13 @@ def _splits(shapes: Shapes, tiling: Tiling, width: int, interpret: Any) -> Calla
         def _():
             plgpu.set_max_registers(40, action="decrease")
             done = over(_loader(shapes, tiling, scratch, q, table, owners, pools))
-            _drain(scratch["free"], done * len(shapes.tiles), tiling.slots)
-            _drain(scratch["q_free"], done, 1)
+            drain(scratch["free"], done * len(shapes.tiles))
+            drain(scratch["q_free"], done)
 
         @pl.when(warpgroup == SCORER)
         def _():
             done = over(_scorer(shapes, tiling, scratch, limits, tops, totals))
-            _drain(scratch["weights_free"], done, 2)
+            drain(scratch["weights_free"], done)
 
         @pl.when(warpgroup == MIXER)
         def _():
@@ -286,15 +286,6 @@ def _over_items(
         return lax.fori_loop(0, lax.div(work - own + (blocks - 1), blocks), step, jnp.int32(0))
 
     return over
-
-
-def _drain(barrier: Any, arrived: Any, buffers: int) -> None:
-    """Wait for the last arrivals, one a buffer, so that none is left when the block ends."""
-
-    def wait(i, _):
-        plgpu.barrier_wait(barrier.at[lax.rem(i, buffers)] if buffers > 1 else barrier)
-
-    lax.fori_loop(jnp.maximum(arrived - buffers, 0), arrived, wait, None)
 
 
 def _loader(shapes, tiling, scratch, q, table, owners, pools) -> Callable[[Item, Any], None]:

@@ -1,5 +1,6 @@
 """What Mosaic GPU kernels share: where they can run, and how their threads address memory."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,3 +76,15 @@ def visit_chunks(first: Any, stop: Any, length: Any, visit: Callable[[Any, Any],
         return done + some
 
     return lax.fori_loop(first, stop, step, jnp.int32(0))
+
+
+def drain(barrier: Any, arrived: Any, begun: Any = None) -> None:
+    """Wait for the last arrivals, one a slot, so that none is left when the block ends. Each use of
+    a slot but its first waited for the one before; `begun` uses, if not as many as arrivals."""
+    slots = math.prod(barrier.shape)
+
+    def wait(i, _):
+        plgpu.barrier_wait(barrier.at[lax.rem(i, slots)] if barrier.shape else barrier)
+
+    begun = arrived if begun is None else begun
+    lax.fori_loop(jnp.maximum(begun - slots, 0), arrived, wait, None)

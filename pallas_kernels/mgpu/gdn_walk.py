@@ -25,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
-from pallas_kernels.mgpu.common import seen
+from pallas_kernels.mgpu.common import drain, seen, visit_chunks
 from pallas_kernels.mgpu.gdn_output import clear, emit, fill
 from pallas_kernels.mgpu.gdn_state import carry
 from pallas_kernels.mgpu.gdn_tiles import GROUP, HALF
 from pallas_kernels.mgpu.gdn_within import QUERY
-from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, Shared, Work, drain, visit
+from pallas_kernels.mgpu.gdn_work import COLUMNS, HALVES, Shared, Work
 from pallas_kernels.mgpu.pipeline import Role, Runs, await_ready
 
 LOADER, OUTPUTTER, STATER = range(3)
@@ -57,19 +57,19 @@ def walk(w: Work) -> None:
     def _():
         plgpu.set_max_registers(_REGISTERS[LOADER], action="decrease")
         done = _load_chunks(w)
-        drain(w.scratch["keys_free"], done, w.tiling.key_slots, begun=done + 1)
-        drain(w.scratch["queries_free"], done, w.tiling.query_slots)
+        drain(w.scratch["keys_free"], done, begun=done + 1)
+        drain(w.scratch["queries_free"], done)
 
     @pl.when(warpgroup == STATER)
     def _():
         plgpu.set_max_registers(_REGISTERS[STATER], action="increase")
-        drain(w.scratch["taken"], carry(w), 2)
+        drain(w.scratch["taken"], carry(w))
 
     @pl.when(warpgroup == OUTPUTTER)
     def _():
         plgpu.set_max_registers(_REGISTERS[OUTPUTTER], action="decrease")
         fill(w)
-        visit(w, partial(emit, w))
+        visit_chunks(w.first, w.stop, w.table.length, partial(emit, w))
         clear(w)
 
 
@@ -133,7 +133,7 @@ def _load_chunks(w: Work) -> Any:
 
     @pl.when(done > 0)
     def _():
-        # Staters take the values of a chunk while they make the state behind the one before.
+        # The stater takes the values of a chunk while it makes the state behind the one before.
         key_side(before, done)
         query_side(before, done - 1)
 

@@ -1,15 +1,13 @@
 """What the warpgroups of the GDN walk share: their part of the work and their shared memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK
-from pallas_kernels.mgpu.common import rows, visit_chunks
+from pallas_kernels.mgpu.common import rows
 from pallas_kernels.mgpu.gdn_tiles import HALF, KEY, squares
 from pallas_kernels.mgpu.gdn_within import QUERY
 
@@ -86,20 +84,3 @@ def shared_memory(tiling: Tiling, interpret: Any) -> dict[str, Any]:
         "handed": plgpu.Barrier(num_barriers=2),
         "taken": plgpu.Barrier(num_barriers=2),
     }
-
-
-def visit(w: Work, visit: Callable[[Any, Any], None]) -> Any:
-    """`common.visit_chunks` of a block's own."""
-    return visit_chunks(w.first, w.stop, w.table.length, visit)
-
-
-def drain(barrier: Any, arrived: Any, slots: int, begun: Any = None) -> None:
-    """Wait for the last arrivals, one a slot, so that none is left when the block ends. Each but
-    the first `slots` uses of a slot waited for the one before; `begun` uses, if not as many as
-    arrivals."""
-
-    def wait(i, _):
-        plgpu.barrier_wait(barrier.at[lax.rem(i, slots)])
-
-    begun = arrived if begun is None else begun
-    lax.fori_loop(jnp.maximum(begun - slots, 0), arrived, wait, None)

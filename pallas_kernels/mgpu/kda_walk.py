@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks import CHUNK, ChunkTable
 from pallas_kernels.mgpu import kda_output, kda_state
-from pallas_kernels.mgpu.common import rows, seen, visit_chunks
+from pallas_kernels.mgpu.common import drain, rows, seen, visit_chunks
 from pallas_kernels.mgpu.kda_output import STORED
 from pallas_kernels.mgpu.kda_prep import (
     DIM,
@@ -157,31 +157,20 @@ def _block(work: Work, table, prepared, v, states, o, scratch) -> None:
     def _():
         plgpu.set_max_registers(40, action="decrease")
         done = _load_chunks(work, table, prepared, v, scratch)
-        _drain(scratch["starts_free"], done + 1, done)
-        _drain(scratch["ends_free"], done, done)
-        _drain(scratch["queries_free"], done, done)
+        drain(scratch["starts_free"], done, begun=done + 1)
+        drain(scratch["ends_free"], done)
+        drain(scratch["queries_free"], done)
 
     @pl.when(warpgroup == STATER)
     def _():
         plgpu.set_max_registers(232, action="increase")
         done = kda_state.carry(work, table, states, scratch)
-        _drain(scratch["taken"], done, done)
+        drain(scratch["taken"], done)
 
     @pl.when(warpgroup == OUTPUTTER)
     def _():
         kda_output.emit(work, table, o, scratch)
         kda_output.clear(work, table, o, scratch)
-
-
-def _drain(barrier: Any, uses: Any, arrivals: Any) -> None:
-    """Wait for the arrivals that no use of a buffer has waited for, so that none is left when the
-    block ends."""
-    buffers = barrier.shape[0]
-
-    def wait(i, _):
-        plgpu.barrier_wait(barrier.at[lax.rem(i, buffers)])
-
-    lax.fori_loop(jnp.maximum(uses - buffers, 0), arrivals, wait, None)
 
 
 def _load_chunks(work: Work, table, prepared, v, scratch) -> Any:
